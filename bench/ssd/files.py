@@ -15,8 +15,8 @@ from protocol.record_format import PLAIN
 from protocol.segments import SUFFIX
 
 _READ_BYTES = 8 << 20
-_MEMORY_BYTES = 20 << 20
-"""Memory for eight records of the largest shape."""
+_MEMORY_BYTES = 56 << 20
+"""Memory for eleven records of the largest shape."""
 
 
 class Files:
@@ -51,7 +51,7 @@ class Files:
             "uncached_s": self._read(),
             "cached_s": self._read(),
             "cached_and_checked_s": self._check(),
-            **{f"copied_{count}_threads_s": self._copy(count) for count in (1, 2, 3)},
+            **{f"copied_{count}_threads_s": self._copy(count) for count in (1, 2, 4, 6)},
         }
 
     def _read(self) -> float:

@@ -37,7 +37,7 @@ def test_a_run_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     written = case["written"]
     assert (written["segments"], written["tokens"]) == (1, 768)
     assert written["page_bytes"] < written["file_bytes"] == case["read_alone"]["bytes"]
-    assert all(case["read_alone"][f"copied_{count}_threads_s"] > 0 for count in (1, 2, 3))
+    assert all(case["read_alone"][f"copied_{count}_threads_s"] > 0 for count in (1, 2, 4, 6))
     assert written["page_bytes"] < written["fp16_bytes"]
     assert case["streams"]["reads"] == 2
     assert case["streams"]["cpu_ratio"] > 0

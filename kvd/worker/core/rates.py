@@ -8,14 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Work = Literal["prefill", "decode", "write", "read"]
-"""``prefill`` and ``decode`` count tokens of one row; ``write`` and ``read`` count bytes."""
+Work = Literal["prefill", "decode", "write", "read", "read_from_disk"]
+"""``prefill`` and ``decode`` count tokens of one row, the others bytes.
+
+``read`` is of files that are in the system's page cache, ``read_from_disk`` of others."""
 
 _NEWEST_WEIGHT = 0.2
 _RECOVERY = 0.05
 _LEAST = 1e-3
 """The lowest rate after a failure, as a part of the initial one."""
-_INITIAL: dict[Work, float] = {"prefill": 1000.0, "decode": 50.0, "write": 5e8, "read": 1e9}
+_INITIAL: dict[Work, float] = {
+    "prefill": 1000.0,
+    "decode": 50.0,
+    "write": 5e8,
+    "read": 1e9,
+    "read_from_disk": 1e9,
+}
 """Rates per second that apply before the first measurement."""
 
 

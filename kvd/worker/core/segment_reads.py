@@ -3,7 +3,8 @@
 A read is a transfer (`kvd.worker.core.preemption`): its records are written into the pools between
 steps, and a thread reads ahead. The request is suspended meanwhile and other rows decode. If a file
 is damaged or missing, if the disk hangs, or if reading has taken longer than prefill was estimated
-to take and is not nearly done, the prompt is prefilled.
+to take and is not nearly done, the prompt is prefilled. So it is if too little of the files is in
+the page cache, which the thread finds out first: the engine itself never waits for a disk.
 
 Prompts that share what is being read wait for it (`kvd.worker.scheduling.shared_prompts`). While
 memory is reclaimed, no read begins, and those that have begun end after `RECLAIM_SECONDS`: their
@@ -17,13 +18,14 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvd.worker.cache.segment_records import SegmentReader, growth_for
 from kvd.worker.cache.unplaced_rows import unplaced_row
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption, Steps
-from kvd.worker.core.rates import Rates
+from kvd.worker.core.rates import Rates, Work
 from kvd.worker.core.request import Request
 from kvd.worker.core.staging_memory import StagingMemory
 from kvd.worker.prefix.lookup import Unread
@@ -46,12 +48,25 @@ FIRST_READ_SECONDS = 0.25
 """Least prefill in place of which a worker tries its first read, whatever is estimated: the rate of
 reading is not known before. One H200 prefills 8192 tokens of an 8B model at 1.1 GB/s of pages, and
 reads them at 3 GB/s."""
-FIRST_READ_SHARE = 0.75
-"""Share of the estimated prefill after which that read ends."""
+FIRST_READ_SHARE = 0.1
+FIRST_CHECK_SECONDS = 0.1
+"""That read must prove faster than prefill after this share of the estimated prefill, or after
+these seconds if they are longer."""
 RECLAIM_SECONDS = 0.25
 """Seconds after which a read ends for a reclaim, which would wait for it. Most reads take less."""
+CACHED_SHARE = 0.9
+"""Share of the files above which a read tells how fast the page cache is, and not the disk."""
 MAX_INTERRUPTED = 3
 """How often reclaims end the reads of one prompt before it is prefilled."""
+
+
+class _Limit(NamedTuple):
+    """The seconds of steps that a read may take."""
+
+    check_s: float
+    """Afterwards it ends, unless at its rate so far the rest takes less time than prefill."""
+    end_s: float
+    """When it ends in any case."""
 
 
 @dataclass(eq=False)
@@ -68,8 +83,10 @@ class _Read:
     """About how many bytes it reads."""
     prefill_s: float
     """Estimated seconds of prefill instead."""
-    limit_s: float
-    """Seconds of steps that it may take; twice as many if its rest takes less time than prefill."""
+    limit: _Limit | None
+    """None: prefill is better."""
+    cached_share: float | None = None
+    """`Reading.cached_share`, once ``limit`` is that for this share."""
     records: Iterator[float] = field(init=False)
     started_at: float = 0.0
     copy_s: float = 0.0
@@ -119,16 +136,16 @@ class SegmentReads:
             return 0
         prefill_s = self._rates.seconds("prefill", chain[0].tokens - hit.tokens)
         nbytes = _bytes_to_read(chain, hit.tokens)
-        limit_s = self._limit(nbytes, prefill_s)
-        if not limit_s:
-            self._rates.recover("read")
+        limit = self._limit(nbytes, prefill_s)
+        if limit is None:
+            self._rates.recover(_work(1.0))
             request.tracked.unread = Unread(chain[0].tokens, "slower")
             return 0
         chain = [segment for segment in chain if segment.tokens > hit.tokens]
         row = unplaced_row(self._batch.cache, hit.snapshot, request.level)
         reading = self._files.read(chain)
         reader = SegmentReader(self._batch.cache, row, reading.segments, reading.skip, self._growth)
-        read = _Read(request, hit.tokens, chain, reading, reader, nbytes, prefill_s, limit_s)
+        read = _Read(request, hit.tokens, chain, reading, reader, nbytes, prefill_s, limit)
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid, reads_prompt=True)
         self._preemption.start(
@@ -155,7 +172,7 @@ class SegmentReads:
         if not chain:
             return
         prefill_s = self._rates.seconds("prefill", chain[0].tokens - held)
-        if self._limit(_bytes_to_read(chain, held), prefill_s):
+        if self._limit(_bytes_to_read(chain, held), prefill_s) is not None:
             self._files.prefetch([segment for segment in chain if segment.tokens > held])
 
     def _find(self, request: Request, held: int) -> list[SegmentInfo]:
@@ -176,18 +193,25 @@ class SegmentReads:
             return []
         return chain
 
-    def _limit(self, nbytes: int, prefill_s: float) -> float:
-        """Return the seconds that a read of ``nbytes`` may take; 0: prefill is better."""
-        if READ_MARGIN * self._rates.seconds("read", nbytes) < prefill_s:
-            return max(LEAST_READ_SECONDS, prefill_s)
-        if prefill_s >= FIRST_READ_SECONDS and not self._rates.is_measured("read"):
-            return FIRST_READ_SHARE * prefill_s
-        return 0.0
+    def _limit(self, nbytes: int, prefill_s: float, cached_share: float = 1.0) -> _Limit | None:
+        """Return the limit of a read of ``nbytes``; None: prefill is better."""
+        cached = cached_share * nbytes
+        seconds = self._rates.seconds("read", cached)
+        seconds += self._rates.seconds("read_from_disk", nbytes - cached)
+        if READ_MARGIN * seconds < prefill_s:
+            check_s = max(LEAST_READ_SECONDS, prefill_s)
+            return _Limit(check_s, 2 * check_s)
+        if prefill_s >= FIRST_READ_SECONDS and not self._rates.is_measured(_work(cached_share)):
+            return _Limit(max(FIRST_CHECK_SECONDS, FIRST_READ_SHARE * prefill_s), prefill_s)
+        return None
 
     def _ready(self, read: _Read) -> bool:
         """Whether `_run` would do something now."""
         if not self._is_wanted(read):
             return True
+        if read.cached_share is None and (share := read.reading.cached_share) is not None:
+            read.cached_share = share
+            read.limit = self._limit(read.nbytes, read.prefill_s, share)
         if not read.reading.started and self._preemption.reclaim_seconds is not None:
             return False
         return read.reading.ready or self._is_slow(read) or self._is_interrupted(read)
@@ -200,9 +224,11 @@ class SegmentReads:
         """Whether the read should end, because the disk hangs or prefill is faster by now."""
         if read.reading.hangs or not read.reading.started:
             return read.reading.hangs
+        if read.limit is None:
+            return True
         seconds = self._clock() - read.started_at
-        if not read.limit_s < seconds <= 2 * read.limit_s:
-            return seconds > read.limit_s
+        if not read.limit.check_s < seconds <= read.limit.end_s:
+            return seconds > read.limit.check_s
         # Ending it discards what is read. At the rate so far, the rest may take less than prefill.
         done = read.reading.nbytes
         return seconds * (read.nbytes - done) > read.prefill_s * done
@@ -250,10 +276,14 @@ class SegmentReads:
             tracked.interrupted += 1
             retries = tracked.interrupted < MAX_INTERRUPTED
             self._give_up(read, "reclaim", "memory is reclaimed", retries=retries)
+        elif read.limit is None:
+            self._rates.recover(_work(read.cached_share))
+            self._give_up(read, "slower", None)
         else:
             if read.reading.started:
                 seconds = self._clock() - read.started_at
-                self._rates.note_failure("read", read.reading.nbytes, seconds)
+                work = _work(read.cached_share)
+                self._rates.note_failure(work, read.reading.nbytes, seconds)
             if read.reading.hangs:
                 self._give_up(read, "hangs", "the disk hangs")
             else:
@@ -276,11 +306,15 @@ class SegmentReads:
         self._index.change([], [key])
 
     def _give_up(
-        self, read: _Read, cause: UnreadCause, problem: str, *, retries: bool = False
+        self, read: _Read, cause: UnreadCause, problem: str | None, *, retries: bool = False
     ) -> None:
-        """Begin the prompt again; ``retries``: with segments, if there are others."""
+        """Begin the prompt again; ``retries``: with segments, if there are others.
+
+        ``problem`` is logged, if there is one.
+        """
         read.request.tracked.unread = Unread(read.chain[0].tokens, cause)
-        _log.warning("a stored prefix is not used: %s", problem)
+        if problem is not None:
+            _log.warning("a stored prefix is not used: %s", problem)
         read.request.tracked.reads_store = retries
         read.reader.forget()
         self._batch.start_over(read.request)
@@ -289,7 +323,7 @@ class SegmentReads:
     def _finish(self, read: _Read) -> None:
         """Give the request its row, without slots: the prefill of the rest places it."""
         request, tokens = read.request, read.chain[0].tokens
-        self._rates.note("read", read.reading.nbytes, read.seconds)
+        self._note_rate(read)
         self._batch.prefix_cache.count_read(tokens - read.held)
         self._batch.take_row(request, read.reader.sequences[0], tokens)
         self._batch.prefix_cache.prefilled(
@@ -306,9 +340,23 @@ class SegmentReads:
         )
         self._resume(read)
 
+    def _note_rate(self, read: _Read) -> None:
+        nbytes = read.reading.nbytes
+        if (work := _work(read.cached_share)) == "read":
+            self._rates.note(work, nbytes, read.seconds)
+        else:
+            cached = (read.cached_share or 0.0) * nbytes
+            seconds = read.seconds - self._rates.seconds("read", cached)
+            self._rates.note(work, nbytes - cached, seconds)
+
     def _resume(self, read: _Read) -> None:
         del self._batch.transfers.reading[read.request.rid]
         self._batch.scheduler.resume(read.request.rid)
+
+
+def _work(cached_share: float | None) -> Work:
+    """Return whose rate a read with this share of its files in the page cache measures."""
+    return "read" if cached_share is None or cached_share >= CACHED_SHARE else "read_from_disk"
 
 
 def _bytes_to_read(chain: Sequence[SegmentInfo], held: int) -> int:

@@ -89,6 +89,11 @@ class Reading:
         """Seconds of I/O so far."""
         return 0.0 if self._reader is None else self._reader.seconds
 
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the files that the page cache held at the start; None: not known yet."""
+        return None if self._reader is None else self._reader.cached_share
+
     def skip(self, index: int, numbers: Container[int]) -> None:
         """Skip records of a segment that are not read yet: they are returned without content."""
         if self._reader is not None:

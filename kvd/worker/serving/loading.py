@@ -20,8 +20,8 @@ from kvd.worker.artifacts.checks import Checks
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache import device_pages
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.scheme import Scheme, floors_of
+from kvd.worker.cache.segment_records import record_pages
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.device import on_cpu, on_cuda
 from kvd.worker.engine import AskGrant, ReportProgress
@@ -262,7 +262,7 @@ def record_memory_bytes(cache: Any) -> int:
         return STAGING_BYTES
     levels = (level for store in cache.stores for level in store.pages.layer_page_bytes)
     page = max((nbytes for level in levels for nbytes in level), default=0)
-    return max(STAGING_BYTES, STAGED_RECORDS * SLICE_PAGES * page)
+    return max(STAGING_BYTES, STAGED_RECORDS * record_pages() * page)
 
 
 def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:

@@ -326,7 +326,7 @@ def test_slices_without_a_missing_page_are_skipped(
     name: str, how: str, held: int, end: int, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages in memory, and those of a longer base that lie beyond the prompt."""
-    monkeypatch.setattr(segment_records, "SLICE_PAGES", 2)
+    monkeypatch.setattr(segment_records, "RECORD_PAGES", 2)
     runner = runner_of(name, how)
     cache = runner.cache
     files = []

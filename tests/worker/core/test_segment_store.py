@@ -352,7 +352,7 @@ def test_copies_wait_for_no_step_and_pause_before_one_that_writes_pages(
     engine: Engine, store: Store, plain: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One record is copied in a step, and rows that decode write a page about every 64 steps."""
-    monkeypatch.setattr(segment_records, "SLICE_PAGES", 4)
+    monkeypatch.setattr(segment_records, "RECORD_PAGES", 4)
     prompt, other = prompt_of(5700, 5), prompt_of(40, 20)  # 66 records
     wanted = alone(plain, prompt), plain.alone(other, max_tokens=400)
     kept(engine, prompt)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvd.worker.core import rates
 from kvd.worker.core.segment_reads import READ_MARGIN
-from kvd.worker.prefix import segment_files
+from kvd.worker.prefix import segment_files, segment_io
 from kvd.worker.prefix.read_ahead import PIECE_BYTES
 from kvd.worker.prefix.segment_files import Reading, SegmentFiles
 from kvd.worker.prefix.segment_io import BackgroundReader
@@ -213,12 +214,12 @@ def test_one_read_that_took_long_does_not_end_all_reads(
     assert unread(engine, "r") == (STORED, "slow")
     disk.work()
     until(lambda: not threads())
-    rates = engine.engine._rates
-    seconds = rates.seconds("read", 1)
+    found = engine.engine._rates
+    seconds = found.seconds("read", 1)
     assert alone(engine, PROMPT).cached == 0
-    assert rates.seconds("read", 1) < seconds
+    assert found.seconds("read", 1) < seconds
     for _ in range(25):
-        rates.recover("read")
+        found.recover("read")
     assert alone(engine, PROMPT).cached == STORED
 
 
@@ -399,20 +400,20 @@ def test_a_prefix_is_read_if_that_is_clearly_faster(
     engine: Engine, times_as_long: float, cached: int
 ) -> None:
     """``times_as_long``: duration of prefill, relative to what makes a read worth it."""
-    rates = engine.engine._rates
+    found = engine.engine._rates
     (segment,) = engine.store.segments.values()
-    prefill_s = rates.seconds("prefill", STORED)
-    rates._measured["read"] = times_as_long * READ_MARGIN * segment.nbytes / prefill_s
-    before = rates.seconds("read", 1)
+    prefill_s = found.seconds("prefill", STORED)
+    found._measured["read"] = times_as_long * READ_MARGIN * segment.nbytes / prefill_s
+    before = found.seconds("read", 1)
     assert alone(engine, PROMPT).cached == cached
     assert unread(engine, "alone") == (None if cached else (STORED, "slower"))
-    assert rates.seconds("read", 1) < before, "a read that is measured, or the next try is nearer"
+    assert found.seconds("read", 1) < before, "a read that is measured, or the next try is nearer"
 
 
 def slow_estimates(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> float:
     """Let prefill be estimated as far better than the first read; return its seconds."""
-    initial = {"prefill": 1000.0, "read": 1000.0, "write": 5e8, "decode": 50.0}
-    monkeypatch.setattr("kvd.worker.core.rates._INITIAL", initial)
+    slow = {"read": 1000.0, "read_from_disk": 1000.0}
+    monkeypatch.setattr("kvd.worker.core.rates._INITIAL", {**rates._INITIAL, **slow})
     return engine.engine._rates.seconds("prefill", STORED)
 
 
@@ -428,7 +429,7 @@ def test_the_first_read_is_tried_whatever_is_estimated(
     assert found.is_measured("read")
 
 
-def test_the_first_read_ends_before_prefill_would(
+def test_the_first_read_ends_soon_unless_it_is_faster_than_prefill(
     engine: Engine, disk: Disk, wanted: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill_s = slow_estimates(engine, monkeypatch)
@@ -442,7 +443,7 @@ def test_the_first_read_ends_before_prefill_would(
         patch.setattr(
             prompts,
             "begin_single_tokens",
-            lambda rids: (setattr(clock, "now", clock.now + 0.8 * prefill_s), plain(rids)),
+            lambda rids: (setattr(clock, "now", clock.now + 0.25 * prefill_s), plain(rids)),
         )
         engine.step()
     engine.run()
@@ -452,3 +453,49 @@ def test_the_first_read_ends_before_prefill_would(
     disk.work()
     until(lambda: not threads())
     assert alone(engine, PROMPT).cached == 0, "it is not tried again at once"
+
+
+# Files that are not in the page cache.
+
+
+def cached(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Let the page cache hold this share of all files."""
+    monkeypatch.setattr(segment_io, "cached_share", lambda _paths: share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_prefix_on_a_slow_disk_is_prefilled_though_the_page_cache_is_fast(
+    engine: Engine, wanted: Outcome, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    found = engine.engine._rates
+    (segment,) = engine.store.segments.values()
+    prefill_s = found.seconds("prefill", STORED)
+    found._measured |= {"read": 1e12, "read_from_disk": (1 - share) * segment.nbytes / prefill_s}
+    before = found.seconds("read_from_disk", 1)
+    cached(monkeypatch, share)
+    assert alone(engine, PROMPT) == wanted
+    assert unread(engine, "alone") == (STORED, "slower")
+    assert found.seconds("read_from_disk", 1) < before, "the next try is nearer"
+    assert found.seconds("read", 1) == 1e-12
+    cached(monkeypatch, 1.0)
+    assert alone(engine, PROMPT).cached == STORED
+
+
+@pytest.mark.parametrize(
+    ("share", "work"), [(1.0, "read"), (0.95, "read"), (0.5, "read_from_disk")]
+)
+def test_a_read_measures_the_page_cache_or_the_disk(
+    engine: Engine, wanted: Outcome, monkeypatch: pytest.MonkeyPatch, share: float, work: str
+) -> None:
+    monkeypatch.setattr(
+        segment_io._BusyTime, "__exit__", lambda busy, *_: vars(busy).update(seconds=2.0)
+    )
+    cached(monkeypatch, share)
+    tried = alone(engine, PROMPT)
+    assert (tried, tried.cached) == (wanted, STORED)
+    measured = engine.engine._rates._measured
+    assert {one for one in measured if one.startswith("read")} == {work}
+    (segment,) = engine.store.segments.values()
+    missing = 1.0 if work == "read" else 1 - share
+    # Half of the bytes at the page cache's initial rate take no time that counts here.
+    assert measured[work] == pytest.approx(missing * segment.nbytes / 2.0, rel=0.05)
