@@ -104,6 +104,7 @@ class Bench:
             case[name] = _summary(answers, case["cold_s"])
             case[name]["equal_to_cold"] = all(it.equals(cold[0]) for it in answers)
             print(f"  {tokens} {name} {_seconds(answers)}", flush=True)
+        self._files.bring_to_page_cache()
         case["streams"] = streams.measure(self._worker, first, rounds=self._stream_reads)
         self._files.delete_all()
         return case

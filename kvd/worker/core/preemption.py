@@ -116,12 +116,12 @@ class Preemption:
             job.wait(seconds)
             return
 
-    def work(self, seconds: float) -> None:
+    def work(self, seconds: float, *, waits: bool = False) -> None:
         """Continue transfers for about ``seconds``, at least one record if one is ready.
 
         The transfer that started first has precedence. The work ends early if another record would
         exceed the time, which is short while rows decode. It waits for the step in flight only if a
-        transfer needs that.
+        transfer needs that. ``waits``: whether it also waits for transfers that cannot proceed yet.
         """
         now = time.monotonic()
         end = now + seconds
@@ -129,7 +129,11 @@ class Preemption:
             able = ((rid, job) for rid, job in self._jobs.items() if job.ready())
             rid, job = next(able, ("", None))
             if job is None:
-                return
+                if not (waits and self._jobs and now < end):
+                    return
+                self.wait(end - now)
+                now = time.monotonic()
+                continue
             if job.needs_idle_device():
                 self._batch.synchronize()
                 end, now = end + time.monotonic() - now, time.monotonic()

@@ -463,6 +463,45 @@ def test_rows_of_every_kv_layout_are_restored_from_disk(kv: KVSpec, tmp_path: Pa
         assert driver.outcomes.pop(where) == wanted
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_step_without_decoding_rows_waits_for_a_transfer(driver: Driver, waits: bool) -> None:
+    """Each step between two records would cost more than the record."""
+    preemption, ready, waited = driver.engine._preemption, [True], list[float]()
+
+    def work() -> Iterator[float]:
+        for _ in range(3):
+            ready[0] = False
+            yield 0.0
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        ready[0] = True
+
+    preemption.start("r", work(), lambda: ready[0], wait=wait, needs_idle_device=lambda: False)
+    preemption.work(60.0, waits=waits)
+    assert preemption.busy is not waits
+    assert len(waited) == (3 if waits else 0)
+    assert all(0 < seconds <= 60.0 for seconds in waited)
+    while preemption.busy:
+        preemption.wait(1.0)
+        preemption.work(60.0)
+
+
+def test_waiting_for_a_transfer_ends_with_the_time(driver: Driver) -> None:
+    preemption, ready = driver.engine._preemption, [True]
+
+    def work() -> Iterator[float]:
+        ready[0] = False
+        yield 0.0
+
+    preemption.start("r", work(), lambda: ready[0], needs_idle_device=lambda: False)
+    preemption.work(0.05, waits=True)
+    assert preemption.busy
+    ready[0] = True
+    preemption.work(0.05, waits=True)
+    assert not preemption.busy
+
+
 def test_rates_estimate_seconds() -> None:
     rates = Rates()
     rates.note("write", 100, 1.0)
