@@ -65,6 +65,8 @@ class RecordCipher:
 class _FileCipher:
     """Encrypts or decrypts the records of one file."""
 
+    piece_bytes = PIECE_BYTES
+
     def __init__(self, key: bytes) -> None:
         self._aes = AES(key)
         self._numbers = count()

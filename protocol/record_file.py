@@ -30,7 +30,7 @@ from typing import Self
 
 from xxhash import xxh3_64_intdigest
 
-from protocol.record_format import CHECK_BYTES, PIECE_BYTES, FileFormat, Opening, RecordFormat
+from protocol.record_format import CHECK_BYTES, FileFormat, Opening, RecordFormat
 from protocol.segments import PART_SUFFIX
 
 _HEAD = struct.Struct("<QQ")
@@ -107,7 +107,7 @@ class RecordWriter:
         head = _head(length)
         sealing = self._format.seal_next(head)
         self._write(head)
-        for piece in _pieces(content):
+        for piece in _pieces(content, self._format.piece_bytes):
             self._write(sealing.seal(piece))
         self._write(sealing.check())
 
@@ -219,7 +219,7 @@ class RecordReader:
         """Return what `UnreadRecord.read` does."""
         content = _memory(record.nbytes) if memory is None else memory
         at = record.start
-        for piece in _pieces(content):
+        for piece in _pieces(content, self._format.piece_bytes):
             self._read_into(piece, at)
             at += piece.nbytes
             record.opening.open(piece)
@@ -304,9 +304,9 @@ def _memory(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE))
 
 
-def _pieces(content: memoryview) -> Iterator[memoryview]:
-    for at in range(0, content.nbytes, PIECE_BYTES):
-        yield content[at : at + PIECE_BYTES]
+def _pieces(content: memoryview, nbytes: int) -> Iterator[memoryview]:
+    for at in range(0, content.nbytes, nbytes):
+        yield content[at : at + nbytes]
 
 
 def _head(length: int) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvd.config.config import Config
 from kvd.worker.engine import ignore_phase
 from protocol.kv import KVSpec
 from protocol.types import Sampling
@@ -57,7 +58,12 @@ class Worker(Engine):
         """When the newest reports were taken."""
         start = time.perf_counter()
         super().__init__(
-            Store(segments_folder), kv, source=model, budget=budget_bytes, prefill_chunk=chunk
+            Store(segments_folder),
+            kv,
+            source=model,
+            budget=budget_bytes,
+            prefill_chunk=chunk,
+            attention_scratch=Config().attention_scratch(budget_bytes),
         )
         self.load_s = time.perf_counter() - start
         self.engine.watch(ignore_phase, self.take)

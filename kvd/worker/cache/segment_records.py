@@ -154,7 +154,9 @@ class SegmentReader:
     (`unplaced_rows`). Call `forget` if a record is missing or damaged: it frees the sequence. A
     record is used until `run` yields, and at most until `COPIED_TOGETHER` others are taken.
     ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed;
-    these may be empty. ``growth``: grows the pools; None: the reader has its own.
+    these may be empty. ``growth``: grows the pools; None: the reader has its own. ``together``
+    returns how many copies may be under way at once, up to `COPIED_TOGETHER`: `run` yields only
+    after their end.
     """
 
     def __init__(
@@ -164,9 +166,11 @@ class SegmentReader:
         segments: Sequence[Records],
         skip: Callable[[int, Container[int]], None] = lambda _index, _numbers: None,
         growth: GrowthBehindSteps | None = None,
+        together: Callable[[], int] = lambda: COPIED_TOGETHER,
     ) -> None:
         self._cache = cache
         self._skip = skip
+        self._together = together
         self._segments = segments
         self.sequences = [sequence]
         self.reading = 0
@@ -315,7 +319,7 @@ class SegmentReader:
                         ]
                         wait = layer.write_record(found.level, slots, record)
                         self._copies += [] if wait is None else [wait]
-                        if wait is None or len(self._copies) == COPIED_TOGETHER:
+                        if wait is None or len(self._copies) >= self._together():
                             self._end_copies()
                             yield 0.0
                     else:

@@ -363,7 +363,7 @@ class MLXEngine:
         if reads:
             self._enter_phase("pools")
             self._deliver()
-            self._preemption.work(seconds, waits=not decode)
+            self._preemption.work(seconds, delays_rows=bool(decode))
         elif store is not None:
             self._enter_pools()
             store.work(seconds)

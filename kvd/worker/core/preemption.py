@@ -70,6 +70,8 @@ class Preemption:
         self._jobs: dict[str, _Job] = {}
         """By request."""
         self._reclaims_since: float | None = None
+        self.delays_rows = False
+        """Whether the rows that decode wait for the present `work`."""
 
     @property
     def busy(self) -> bool:
@@ -116,20 +118,23 @@ class Preemption:
             job.wait(seconds)
             return
 
-    def work(self, seconds: float, *, waits: bool = False) -> None:
+    def work(self, seconds: float, *, delays_rows: bool = True) -> None:
         """Continue transfers for about ``seconds``, at least one record if one is ready.
 
         The transfer that started first has precedence. The work ends early if another record would
-        exceed the time, which is short while rows decode. It waits for the step in flight only if a
-        transfer needs that. ``waits``: whether it also waits for transfers that cannot proceed yet.
+        exceed the time. It waits for the step in flight only if a transfer needs that.
+
+        ``delays_rows``: whether rows decode. Then the time is short, and pieces of work are small.
+        Otherwise it also waits for transfers that cannot proceed yet.
         """
+        self.delays_rows = delays_rows
         now = time.monotonic()
         end = now + seconds
         while True:
             able = ((rid, job) for rid, job in self._jobs.items() if job.ready())
             rid, job = next(able, ("", None))
             if job is None:
-                if not (waits and self._jobs and now < end):
+                if delays_rows or not self._jobs or now >= end:
                     return
                 self.wait(end - now)
                 now = time.monotonic()

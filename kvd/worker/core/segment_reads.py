@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvd.worker.cache.host_copy import COPIED_TOGETHER
 from kvd.worker.cache.segment_records import SegmentReader, growth_for
 from kvd.worker.cache.unplaced_rows import unplaced_row
 from kvd.worker.core.batch import Batch
@@ -144,7 +145,14 @@ class SegmentReads:
         chain = [segment for segment in chain if segment.tokens > hit.tokens]
         row = unplaced_row(self._batch.cache, hit.snapshot, request.level)
         reading = self._files.read(chain)
-        reader = SegmentReader(self._batch.cache, row, reading.segments, reading.skip, self._growth)
+        reader = SegmentReader(
+            self._batch.cache,
+            row,
+            reading.segments,
+            reading.skip,
+            self._growth,
+            lambda: 1 if self._preemption.delays_rows else COPIED_TOGETHER,
+        )
         read = _Read(request, hit.tokens, chain, reading, reader, nbytes, prefill_s, limit)
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid, reads_prompt=True)

@@ -478,7 +478,7 @@ def test_a_step_without_decoding_rows_waits_for_a_transfer(driver: Driver, waits
         ready[0] = True
 
     preemption.start("r", work(), lambda: ready[0], wait=wait, needs_idle_device=lambda: False)
-    preemption.work(60.0, waits=waits)
+    preemption.work(60.0, delays_rows=not waits)
     assert preemption.busy is not waits
     assert len(waited) == (3 if waits else 0)
     assert all(0 < seconds <= 60.0 for seconds in waited)
@@ -495,10 +495,10 @@ def test_waiting_for_a_transfer_ends_with_the_time(driver: Driver) -> None:
         yield 0.0
 
     preemption.start("r", work(), lambda: ready[0], needs_idle_device=lambda: False)
-    preemption.work(0.05, waits=True)
+    preemption.work(0.05, delays_rows=False)
     assert preemption.busy
     ready[0] = True
-    preemption.work(0.05, waits=True)
+    preemption.work(0.05, delays_rows=False)
     assert not preemption.busy
 
 
