@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
+from kvd.worker.cache import cuda_driver
 from kvd.worker.prefix.read_ahead import ReadAhead
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import (
@@ -129,7 +130,7 @@ class Reading:
 class SegmentFiles:
     """The files of one space below the store's folder. ``clock``: monotonic seconds.
 
-    ``memory``: what records are read into; it is open from a reading until `free_memory`.
+    ``memory``: what records are read into; it is open from a reading until `free_memory` frees it.
 
     One reading at a time. If the disk hangs, its threads stay, and nothing else is read until they
     end.
@@ -201,8 +202,11 @@ class SegmentFiles:
         return reader
 
     def free_memory(self) -> None:
-        """Free the memory of records, unless it is in use."""
-        if self._memory.is_open and not self.occupied:
+        """Free the memory of records, unless it is in use.
+
+        With CUDA it is kept: to lock 117 MB again would delay the next read by 25 ms (H200).
+        """
+        if self._memory.is_open and not self.occupied and not cuda_driver.is_usable():
             self._memory.close()
 
     def close_reader(self, reader: BackgroundReader | ReadAhead) -> None:

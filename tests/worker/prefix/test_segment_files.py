@@ -48,6 +48,25 @@ def record(records: Iterator[memoryview | None]) -> memoryview:
     return found
 
 
+def test_memory_that_a_device_has_locked_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To lock it takes longer than to read many records."""
+    memory = RecordMemory(1 << 16)
+    files = files_of(tmp_path, memory)
+    reading = files.read([written(files, 0)])
+    reading.start()
+    assert record(reading.segments[0]) == CONTENTS[0]
+    reading.close()
+    until(lambda: not files.occupied)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvd.worker.cache.cuda_driver.is_usable", lambda: True)
+        files.free_memory()
+    assert memory.is_open
+    files.free_memory()
+    assert not memory.is_open
+
+
 def test_a_reading_starts_after_the_records_of_the_one_before_are_taken(tmp_path: Path) -> None:
     """Its threads end earlier, and the next reading has the same memory."""
     memory = RecordMemory(1 << 16)
