@@ -98,7 +98,13 @@ class Worker(Engine):
         """Submit a request with logprobs and step until its end."""
         _, answer = self.send(tokens, max_tokens=max_tokens, salt=salt, logprobs=2)
         self.run_until(lambda: answer.over)
+        self.rest()
         return answer
+
+    def rest(self) -> None:
+        """Let an idle engine return memory, as it does after the worker's pause."""
+        if self.engine.is_idle and self.engine.has_work:
+            self.step()
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Step until a condition holds; raises `RuntimeError` if the engine stops before."""
@@ -111,6 +117,7 @@ class Worker(Engine):
         """Drop all checkpoints from memory, as when the governor evicts them."""
         if nbytes := self.engine.stats().reclaimable.prefixes:
             self.reclaim("prefixes", nbytes)
+        self.rest()
 
     def write_all(self) -> None:
         """Wait until the idle engine has written all segments that are worth it."""

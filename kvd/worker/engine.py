@@ -115,6 +115,14 @@ class Engine(Protocol):
         """
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the engine has no request, no unsent report, and no memory to transfer.
+
+        A step can then only return memory, grow pools, probe layers, or write to the prefix store.
+        After a request, the loop delays such a step, because the next request may arrive soon.
+        """
+
+    @property
     def reads_prompts(self) -> bool:
         """Whether steps prefill now, and so may take long; False if requests wait for memory."""
 

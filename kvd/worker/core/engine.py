@@ -29,6 +29,7 @@ from kvd.worker.core import builder, load_errors
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.embeddings import Embeddings
 from kvd.worker.core.encryption import segment_cipher, swap_format
+from kvd.worker.core.freeing import Freeing
 from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from kvd.worker.core.memory_account import MemoryAccount
@@ -58,7 +59,6 @@ from kvd.worker.scheduling.admission import AdmissionResult
 from kvd.worker.scheduling.scheduler import Plan
 from kvd.worker.serving import loading
 from kvd.worker.text.choices import deadline_exceeded
-from protocol.pages import SLAB_PAGES
 from protocol.record_format import PLAIN
 from protocol.types import ModelInfo, WorkerStats
 from protocol.worker import (
@@ -155,6 +155,7 @@ class MLXEngine:
         freed = FreedBuffers(loading.freed_bytes(command))
         self._prompts = Prompts(batch, memory, self._rates, embeddings, interleaving, freed)
         self._preemption, self._reclaiming = preemption, reclaiming
+        self._freeing = Freeing(batch, memory, reclaiming)
         self._out_of_memory = OutOfMemory(batch, recovery, preemption, reclaiming)
         probing = model.serving.probing
         self._idle_work = IdleWork(runner.cache, admission, memory, probing, enter)
@@ -262,14 +263,22 @@ class MLXEngine:
 
     @property
     def has_work(self) -> bool:
-        transfers = self._reclaiming.active or self._preemption.busy
-        if self._batch.reports or self._batch.in_flight or transfers or self._admission.has_work:
+        if self._is_busy or self._admission.has_work:
             return True
-        if self._submissions.waiting or (self._segments is not None and self._segments.has_work):
+        if self._segments is not None and self._segments.has_work:
             return True
         deadline = self._scheduler.next_deadline
         is_idle = self._idle_work.is_left and not self._batch.requests
         return is_idle or (deadline is not None and deadline <= self._clock())
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._is_busy or self._batch.requests)
+
+    @property
+    def _is_busy(self) -> bool:
+        batch, transfers = self._batch, self._reclaiming.active or self._preemption.busy
+        return bool(batch.reports or batch.in_flight or transfers or self._submissions.waiting)
 
     @property
     def reads_prompts(self) -> bool:
@@ -306,6 +315,7 @@ class MLXEngine:
         return reports
 
     def _work(self) -> None:
+        was_idle = self.is_idle
         self._submissions.work(self._clock())
         for rid in self._scheduler.expired(self._clock()):
             request = self._batch.requests[rid]
@@ -330,7 +340,7 @@ class MLXEngine:
             self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
             self._deliver()
-            self._request_memory(self._idle_work.run())
+            self._request_memory(self._idle_work.run(was_idle=was_idle))
         elif self._preemption.busy and not (decode or group or self._preemption.ready):
             self._preemption.wait(WAIT_SECONDS)
         if not (decode or group or self._batch.in_flight):
@@ -375,9 +385,9 @@ class MLXEngine:
 
     def _plan(self) -> Plan:
         result = self._admit()
-        if self._may_cut_pools(result.plan) and self._free_spare_pools(result.plan.growing):
+        if self._freeing.cut_pools(result.plan):
             result = self._admit()
-        if result.evict_pages and self._evict(result.evict_pages):
+        if result.evict_pages and self._freeing.evict(result.evict_pages):
             result = self._admit()
         if result.stalled is not None:
             self._preemption.make_room(result.stalled, result.plan.missing_pages)
@@ -417,57 +427,6 @@ class MLXEngine:
         if self._segments is not None and self._batch.requests:
             self._segments.staging.request()
         self._request_memory(self._memory.request_spare())
-
-    def _evict(self, pages: int) -> bool:
-        """Drop compiled grammars and then checkpoints; return whether that freed memory.
-
-        ``pages``: about as many are freed.
-        """
-        dropped = self._memory.drop_grammars()
-        wanted = (pages - dropped) * self._admission.budget.page_bytes
-        if wanted <= 0 or not self._prefix_cache.evict(wanted):
-            return dropped > 0
-        self._batch.synchronize()
-        self._enter_phase("pools")
-        self._runner.cache.compact(self._memory.needed_pages)
-        return True
-
-    def _may_cut_pools(self, plan: Plan) -> bool:
-        """Return whether pools may be cut for the pages that a plan lacks.
-
-        A cut copies all pages in use, and so does growing again once the memory is granted. With
-        more than a slab in use, the daemon must have refused the memory first.
-        """
-        missing = plan.missing_pages
-        if self._runner.cache.usage.pages_used <= SLAB_PAGES:
-            return missing > 0
-        return missing > 0 and self._admission.budget.is_denied(missing)
-
-    def _free_spare_pools(self, growing: str | None) -> bool:
-        """Shrink pools to what rows have reserved; return whether that freed memory.
-
-        They are shrunk only if they exceed what is needed with ``growing`` extended, or else with
-        the head of the queue admitted: otherwise nothing is gained, and the pools would have to
-        grow again. With no rows left, the tail buffers are freed as well, because the head may need
-        that memory for pages.
-        """
-        cache = self._runner.cache
-        if not cache.sequences and cache.tail_slots and not self._reclaiming.active:
-            self._enter_phase("pools")
-            cache.shrink()
-            return True
-        needed = self._memory.needed_pages
-        scheduler, head = self._scheduler, self._scheduler.head
-        if growing is not None:
-            wanted = scheduler.growth.extra_pages(scheduler.find(growing))
-        else:
-            wanted = head.missing_pages if head else 0
-        if self._reclaiming.active or self._memory.charged_pages <= needed + wanted:
-            return False
-        self._batch.synchronize()
-        self._enter_phase("pools")
-        freed: int = cache.compact(needed)
-        return freed > 0
 
     def stats(self) -> WorkerStats:
         cache, batch = self._runner.cache, self._batch

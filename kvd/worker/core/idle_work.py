@@ -30,32 +30,39 @@ class IdleWork:
         self._memory = memory
         self.probing = probing
         self._enter_phase = enter_phase
+        self._is_due = False
+        """Whether pools must be cut or begin to grow, and the next idle step will do it."""
         self._grows = False
-        """Whether a piece of the pools has grown, and others may have to."""
+        """Whether growth of the pools has begun; each idle step grows one piece."""
 
     @property
     def is_left(self) -> bool:
         """Whether an idle engine has work left."""
-        return self._grows or self.probing is not None
+        return self._is_due or self._grows or self.probing is not None
 
-    def run(self) -> MemoryRequested | None:
+    def run(self, *, was_idle: bool) -> MemoryRequested | None:
         """Return memory to the system, grow a piece of the pools, or run a unit of the probe.
 
-        Returns a report that gives memory back to the daemon, if any.
+        Returns a report that gives memory back to the daemon, if any. ``was_idle``: whether the
+        step began without requests. If not, pools are neither cut nor grown, and no layer is
+        probed, because a request may arrive soon.
         """
-        request = self._shrink()
-        if not self._grows:
+        request = self._return_memory(copies=was_idle)
+        if was_idle and not self._grows:
             self._probe()
         return request
 
-    def _shrink(self) -> MemoryRequested | None:
+    def _return_memory(self, *, copies: bool) -> MemoryRequested | None:
         """Return memory to the daemon, except free pages for the next requests.
 
-        After a change of the pools' size, these are as many as pools grow by (`growth_pages`).
-        Large pools are cut only if more than five eighths of the pages in use are free: then they
-        have grown more than twice. Otherwise every wave of requests would copy all cached pages
-        twice. If the governor has reclaimed memory, pools grow to fewer free pages: tails of the
-        first rows have precedence.
+        ``copies``: whether pools may be cut or grow, which copies all pages in use. If False and
+        that is needed, return None and set `_is_due`.
+
+        After a change of their size, pools keep as many free pages as they grow by
+        (`growth_pages`). Large pools are cut only if more than five eighths of the pages in use are
+        free: then they have grown more than twice. Otherwise every wave of requests would copy all
+        cached pages twice. If the governor has reclaimed memory, pools grow to fewer free pages:
+        tails of the first rows have precedence.
 
         Pools grow here if cached prefixes have filled most of a slab, so that the next request does
         not wait for a copy of all cached pages. They grow piece by piece, because a request may
@@ -74,12 +81,16 @@ class IdleWork:
         most = min(free if growth > SLAB_PAGES else room, max(SLAB_PAGES, used * 5 // 8))
         excess = memory.charged_pages > cached + most
         begins = cache.lacks_room(wanted) and not self._grows
-        if excess or begins or cache.tail_slots > FIRST_ROWS:
+        resizes = excess or begins or cache.tail_slots > FIRST_ROWS
+        self._is_due = resizes and not copies
+        if self._is_due:
+            return None
+        if resizes:
             self._enter_phase("pools")
             cache.shrink(wanted if excess else most)
             give_back(cache)
         self._grows = cache.lacks_room(wanted)
-        if self._grows:
+        if self._grows and copies:
             self._enter_phase("pools")
             cache.make_idle_room(wanted)
         kept = max(cached, memory.charged_pages - min(SLAB_PAGES, room))

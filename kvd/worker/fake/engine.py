@@ -165,6 +165,10 @@ class FakeEngine:
         return bool(self._reports or expired or self._admission.has_work)
 
     @property
+    def is_idle(self) -> bool:
+        return not (self._rows or self._reports)
+
+    @property
     def reads_prompts(self) -> bool:
         return self._scheduler.prefilling > 0 or self._admission.may_admit
 

@@ -45,6 +45,11 @@ COMMANDS_S = 0.005
 """Seconds for commands between two steps; the remaining commands wait for the next step."""
 COMMANDS_SHARE = 0.2
 """Share of the last step's duration that commands may take, if that is longer."""
+PAUSE_S = 0.2
+"""Seconds without requests before idle work begins, because a request that arrives during it must
+wait. Returning the memory of a prompt of 21,843 tokens took 58 ms on two H200."""
+MOST_PAUSES_S = 5.0
+"""Longest delay of idle work in seconds, while requests keep arriving."""
 
 _log = logging.getLogger("kvd.worker")
 
@@ -71,6 +76,10 @@ class Loop:
         self._to_tokenize: deque[wire.Tokenize] = deque()
         self._step_s = 0.0
         """Duration of the last step."""
+        self._pause_end = -float("inf")
+        """Time until which an idle engine is not stepped."""
+        self._waits_since: float | None = None
+        """Time at which the idle work that is left had to wait first; None: none waits."""
         self._stopping = False
         self._memory_requests = 0
         self._rate = _Rate()
@@ -159,7 +168,7 @@ class Loop:
             self._tokenize()
             if self._stopping and not self._engine.keeps_worker:
                 return
-            if not self._engine.has_work:
+            if not self._has_work:
                 if not self._to_tokenize:
                     self._sleep()
             elif self._may_compute():
@@ -180,9 +189,10 @@ class Loop:
         timed = self._gate.is_timed
         if timed:
             self._send_now(self._gate.before_step(self._clock()))
-        start = self._clock()
+        was_idle, start = self._engine.is_idle, self._clock()
         reports = self._engine.step()
         now = self._clock()
+        self._note_pause(now, was_idle=was_idle)
         self._step_s = now - start
         self._phases.leave(now)
         if timed:  # sent before the step's reports, because other workers wait for this one
@@ -200,6 +210,25 @@ class Loop:
         self._pass_on(reports)
         self._link.send()
 
+    def _note_pause(self, now: float, *, was_idle: bool) -> None:
+        """Begin a pause if a step ended the last request and left idle work."""
+        if not self._engine.is_idle:
+            return
+        if was_idle or not self._engine.has_work:
+            self._waits_since = None
+            return
+        if self._waits_since is None:
+            self._waits_since = now
+        self._pause_end = min(now + PAUSE_S, self._waits_since + MOST_PAUSES_S)
+        # Counters are due now: the governor may reclaim memory that the pause keeps.
+        self._stats_at = -float("inf")
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether the engine has work that may start now. Idle work may not during a pause."""
+        is_pause = self._clock() < self._pause_end and self._engine.is_idle
+        return self._engine.has_work and not is_pause
+
     def _may_compute(self) -> bool:
         self._send_now(self._gate.request_slice(prefills=self._engine.reads_prompts))
         return self._gate.is_open
@@ -216,11 +245,13 @@ class Loop:
             self._link.send()
 
     def _sleep(self) -> None:
-        """Sleep until there is a command or the engine has work, such as an expired deadline."""
+        """Sleep until a command arrives or `_has_work`, such as at a deadline or after a pause."""
         self._send_now(self._gate.work_done(self._clock()))
         self._enter("idle")
-        while not (self._link.commands or self._engine.has_work):
+        while not (self._link.commands or self._has_work):
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
+            if self._engine.has_work:
+                due = min(due, self._pause_end)
             self._link.wait(max(0.0, due - self._clock()))
             self._report_stats()
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvd.worker.cache import page_store, usage
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.tails import TailSlots
-from kvd.worker.core import builder, engine, idle_work
+from kvd.worker.core import builder, freeing, idle_work
 from kvd.worker.core.idle_work import IdleWork
 from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
-from protocol.pages import SLAB_PAGES
+from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import MemoryRequested, Report
 from tests.worker import shallow
 from tests.worker.core.driver import Driver
@@ -105,7 +107,7 @@ def test_prompts_that_leave_checkpoints_seldom_copy_pools(copied: list[int]) -> 
 @pytest.fixture
 def small_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pools of about a hundred pages count as large."""
-    for module in (builder, engine, idle_work, page_store, usage):
+    for module in (builder, freeing, idle_work, page_store, usage):
         monkeypatch.setattr(module, "SLAB_PAGES", 8)
 
 
@@ -247,20 +249,67 @@ def test_a_prompt_has_one_tail_until_its_answers_begin() -> None:
 def test_the_last_tokens_are_sent_before_memory_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """If pools must be cut, the next step cuts them, so that the loop can pause before it."""
     driver = Driver(shallow.path())
     batch = driver.engine._batch
     unsent: list[list[Report]] = []
-    run = IdleWork.run
+    run, step = IdleWork.run, driver.engine.step
+    began_idle, cut_idle = list[bool](), list[bool]()
+    cache = driver.engine._runner.cache
 
-    def noted(work: IdleWork) -> MemoryRequested | None:
+    def stepped() -> list[Report]:
+        began_idle.append(driver.engine.is_idle)
+        return step()
+
+    def noted(work: IdleWork, *, was_idle: bool) -> MemoryRequested | None:
         unsent.append(list(batch.reports))
-        return run(work)
+        assert was_idle == began_idle[-1]
+        slots = cache.tail_slots
+        report = run(work, was_idle=was_idle)
+        if cache.tail_slots < slots:
+            cut_idle.append(was_idle)
+        return report
 
+    monkeypatch.setattr(driver.engine, "step", stepped)
     monkeypatch.setattr(IdleWork, "run", noted)
     driver.engine.watch(lambda _: None, driver.take)
     serve(driver, [prompt_of(40, 1)])
     assert unsent
+    assert not any(began_idle), "nothing has to be cut"
+    serve(driver, [prompt_of(40, seed) for seed in range(FIRST_ROWS + 2)])
     assert not any(unsent)
+    assert cut_idle == [True]
+    assert cache.tail_slots <= FIRST_ROWS
+    assert not driver.engine.has_work
+
+
+class BusyStore:
+    """A prefix store that always has something to write."""
+
+    has_work = True
+    writes = 0
+
+    def work(self, _: float) -> None:
+        self.writes += 1
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+
+def test_idle_work_does_not_wait_for_prefixes_to_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(shallow.path())
+    engine, store = driver.engine, BusyStore()
+    for seed in range(FIRST_ROWS + 2):
+        driver.submit(f"r{seed}", prompt_of(40, seed), max_tokens=4)
+    driver.run(until=lambda: not engine._batch.requests)
+    assert engine._runner.cache.tail_slots > FIRST_ROWS
+    monkeypatch.setattr(engine, "_segments", store)
+    assert engine.is_idle
+    driver.step()
+    assert engine._runner.cache.tail_slots <= FIRST_ROWS
+    assert store.writes
 
 
 def test_idle_pools_grow_piece_by_piece_so_that_no_request_waits_for_all(
@@ -271,9 +320,9 @@ def test_idle_pools_grow_piece_by_piece_so_that_no_request_waits_for_all(
     cache, run = driver.engine._runner.cache, IdleWork.run
     grown: list[int] = []
 
-    def noted(work: IdleWork) -> MemoryRequested | None:
+    def noted(work: IdleWork, *, was_idle: bool) -> MemoryRequested | None:
         before, capacity = len(copied), cache.usage.pages_total
-        report = run(work)
+        report = run(work, was_idle=was_idle)
         if cache.usage.pages_total >= capacity:  # pools were not cut
             grown.append(len(copied) - before)
         return report

@@ -14,6 +14,7 @@ from protocol.resume import ChoiceProgress
 from protocol.types import Sampling
 from protocol.worker import (
     ChoiceFinished,
+    MemoryRequested,
     Report,
     RowFailed,
     RowFinished,
@@ -63,6 +64,13 @@ def transcripts_of(reports: Iterable[Report]) -> dict[str, Received]:
     for report in reports:
         received[report.rid].add(report)
     return received
+
+
+def stepped(driver: Driver, count: int) -> list[Report]:
+    """Return the reports of some steps, in which memory requests are answered."""
+    reports = [one for _ in range(count) for one in driver.engine.step()]
+    driver.take([one for one in reports if isinstance(one, MemoryRequested)])
+    return reports
 
 
 def reports_of(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
@@ -162,15 +170,13 @@ def test_a_replay_can_be_cancelled_preempted_and_reach_its_deadline(
     engine = demo.engine
 
     engine.submit(far.resubmission())
-    for _ in range(20):
-        engine.step()
+    stepped(demo, 20)
     engine.cancel("greedy")
     [end] = [one for one in reports_of(demo, []) if isinstance(one, RowFinished)]
     assert (end.reason, end.usage.completion_tokens) == ("cancelled", 100)
 
     engine.submit(far.resubmission())
-    for _ in range(20):
-        engine.step()
+    stepped(demo, 20)
     demo.preempt("greedy")
     demo.requeue("greedy")
     for report in reports_of(demo, []):
@@ -181,7 +187,7 @@ def test_a_replay_can_be_cancelled_preempted_and_reach_its_deadline(
         far.submit, deadline_s=1e-9, resume=[ChoiceProgress([400, 401], 0)]
     )
     engine.submit(late)
-    [failed] = [one for report in range(3) for one in engine.step() if isinstance(one, RowFailed)]
+    [failed] = [one for one in stepped(demo, 3) if isinstance(one, RowFailed)]
     assert failed.error.code == "deadline_exceeded"
     assert failed.error.detail["completion_tokens"] == 2
 

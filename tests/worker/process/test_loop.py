@@ -9,7 +9,13 @@ import pytest
 
 from kvd.worker.fake.engine import FakeEngine
 from kvd.worker.process.link import Link
-from kvd.worker.process.loop import COMMANDS_S, RATE_WINDOW_S, _Rate
+from kvd.worker.process.loop import (
+    COMMANDS_S,
+    MOST_PAUSES_S,
+    PAUSE_S,
+    RATE_WINDOW_S,
+    _Rate,
+)
 from kvd.worker.process.memory import Reading
 from protocol.cache_outcome import RowCached
 from protocol.types import Usage
@@ -35,6 +41,8 @@ from protocol.worker import (
     Stop,
     TimeSlice,
     TimeSliceRequested,
+    Tokenize,
+    Tokenized,
 )
 from tests.worker.process.peer import DEADLINE_S, Thread, submit, wait_until
 
@@ -243,6 +251,96 @@ def test_an_idle_worker_reports_its_last_counters_soon(start):
     peer.wait_for_end("a")
     peer.wait_for(lambda: peer.of(Stats) and peer.of(Stats)[-1].stats.generated_tokens == 5)
     assert peer.of(Stats)[-1].stats.rows_running == 0
+
+
+class IdleEngine(FakeEngine):
+    """Has idle work after each request, and notes when it is done."""
+
+    def __init__(self, clock):
+        super().__init__(clock=clock)
+        self.idle_steps = []
+        self.is_left = False
+        self.leaves_work = True
+
+    @property
+    def has_work(self):
+        return super().has_work or self.is_left
+
+    def step(self):
+        if self.is_idle:
+            self.idle_steps.append(self.clock())
+        self.is_left = not self.is_idle and self.leaves_work
+        return super().step()
+
+
+@pytest.fixture
+def paused(start):
+    """Return a worker with an idle engine, the engine, and the time of its clock."""
+    now = [100.0]
+    engine = IdleEngine(lambda: now[0])
+    peer = start(engine, clock=lambda: now[0])
+    peer.load()
+    return peer, engine, now
+
+
+def answer(peer, rid):
+    peer.send(submit(rid, max_tokens=3))
+    peer.wait_for_end(rid)
+
+
+def test_idle_work_waits_for_a_pause_without_requests(paused):
+    """A request during the pause is served first, and a new pause begins after it."""
+    peer, engine, now = paused
+    answer(peer, "a")
+    now[0] += 0.9 * PAUSE_S
+    answer(peer, "b")
+    now[0] += 0.9 * PAUSE_S
+    peer.send(Tokenize(seq=1, prompt="x"))
+    peer.wait_for(lambda: peer.of(Tokenized))
+    assert engine.has_work
+    assert engine.is_idle
+    assert not engine.idle_steps
+    now[0] += 0.2 * PAUSE_S
+    wait_until(lambda: engine.idle_steps)
+    assert engine.idle_steps == [now[0]]
+    wait_until(lambda: not engine.has_work)
+
+
+def test_idle_work_does_not_wait_for_ever(paused):
+    peer, engine, now = paused
+    begin = now[0]
+    for number in range(200):
+        answer(peer, f"r{number}")
+        if engine.idle_steps:
+            break
+        now[0] += 0.9 * PAUSE_S
+    assert MOST_PAUSES_S <= engine.idle_steps[0] - begin <= MOST_PAUSES_S + 4 * PAUSE_S
+
+
+def test_a_pause_does_not_begin_at_work_that_is_no_longer_left(paused):
+    peer, engine, now = paused
+    answer(peer, "a")
+    engine.leaves_work = False
+    now[0] += 0.5 * PAUSE_S
+    answer(peer, "b")
+    wait_until(lambda: not engine.has_work)
+    engine.leaves_work = True
+    now[0] += 3600.0
+    answer(peer, "c")
+    peer.send(Tokenize(seq=1, prompt="x"))
+    peer.wait_for(lambda: peer.of(Tokenized))
+    assert engine.has_work
+    assert not engine.idle_steps
+
+
+def test_counters_are_reported_when_idle_work_begins_to_wait(paused):
+    """The governor may reclaim what is not returned yet."""
+    peer, engine, _ = paused
+    for rid in "abc":
+        answer(peer, rid)
+        tokens = engine.stats().generated_tokens
+        peer.wait_for(lambda: peer.of(Stats)[-1].stats.generated_tokens == tokens)  # noqa: B023
+    assert not engine.idle_steps
 
 
 def test_a_rate_falls_to_zero_in_its_window():

@@ -271,7 +271,9 @@ def test_a_disk_that_hangs_delays_neither_rows_nor_the_drain(
     engine.engine.drain(10.0)
     try:
         until(lambda: (engine.engine.has_work and engine.step()) or disk.calls)
-        until(lambda: not engine.engine.has_work)  # the worker sleeps
+        until(lambda: not store.has_work)
+        engine.step()  # the idle step, which the loop delays by a pause
+        assert not engine.engine.has_work, "the worker does not sleep"
         assert engine.engine.next_deadline > clock.now
         assert engine.engine.keeps_worker
         submit(engine, "other", OTHERS[1])
