@@ -22,6 +22,6 @@ def bars_of(name: str, found: dict[str, Any], cold_s: float) -> list[Bar]:
         Bar(f"{name}, time of cold", found["share_of_cold"], share),
         Bar(f"{name}, answers that differ", float(not found["equal_to_cold"]), 0),
     ]
-    if found.get("restored_from_disk", 1):  # otherwise prefill was faster than the disk
+    if "uncached" not in name or found.get("restored_from_disk"):  # prefill may be faster
         bars.append(Bar(f"{name}, tokens not cached", 1 - found["cached_share"], NOT_CACHED))
     return bars

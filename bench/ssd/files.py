@@ -15,8 +15,8 @@ from protocol.record_format import PLAIN
 from protocol.segments import SUFFIX
 
 _READ_BYTES = 8 << 20
-_MEMORY_BYTES = 56 << 20
-"""Memory for eleven records of the largest shape."""
+_MEMORY_BYTES = 96 << 20
+"""Memory for eleven records of 9 MB."""
 
 
 class Files:
@@ -40,7 +40,7 @@ class Files:
                 os.close(fd)
 
     def bring_to_page_cache(self) -> None:
-        """Let the next read come from the page cache."""
+        """Read all files, so that they are in the page cache."""
         self._read()
 
     def read_alone(self) -> dict[str, float]:

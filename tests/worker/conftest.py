@@ -27,7 +27,7 @@ def demo(_demo: Driver) -> Iterator[Driver]:
         _demo.engine.cancel(rid)
     _demo.run(until=lambda: not _demo.engine.has_work)
     assert not _demo.engine._batch.requests
-    lost = "a report was not taken: the next test would wait for the answer for ever"
+    lost = "a memory request was not taken: the next test would wait for its answer for ever"
     assert _demo.engine._admission.budget.open_bytes is None, lost
     check_batch(_demo.engine._batch)
     assert not _demo.engine._runner.cache.sequences

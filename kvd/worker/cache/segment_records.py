@@ -38,10 +38,12 @@ from kvd.worker.cache.store import KVStore
 from protocol.record_file import DamagedFile
 
 RECORD_PAGES = 16
-"""Pages of one layer in a record."""
+"""Most pages of one layer in a record, except with CUDA."""
+MOST_RECORD_BYTES = 10 * 1024 * 1024
+"""Limit of the records with more than `RECORD_PAGES` pages."""
 CUDA_RECORD_PAGES = 64
-"""Pages of one layer in a record with CUDA, where each copy of a record costs the host 0.14 ms. The
-bus takes as long for 64 pages of Qwen3-0.6B and 8B, which are 9 MB (H200)."""
+"""Most pages of one layer in a record with CUDA. A copy costs the host 0.14 ms, and the bus as much
+for 9 MB, which are 64 pages of Qwen3-0.6B or 8B (H200)."""
 Records = Iterator[Record | None]
 """The records of one file. None: the next one is not read yet."""
 
@@ -62,11 +64,26 @@ class SegmentOutline(msgspec.Struct, frozen=True):
     rows: list[SegmentRow]
     states: list[list[list[int] | None]]
     record_pages: Annotated[int, Meta(ge=1)] = 16
+    """Most pages of one layer in a record. Files from before this field have 16."""
 
 
-def record_pages() -> int:
-    """Return how many pages of a layer a record has that is written now."""
-    return CUDA_RECORD_PAGES if cuda_driver.is_usable() else RECORD_PAGES
+def record_pages(cache: ModelCache) -> int:
+    """Return the most pages of one layer in the records that this process writes."""
+    if not cuda_driver.is_usable():
+        return RECORD_PAGES
+    fitting = MOST_RECORD_BYTES // max(1, largest_page_bytes(cache))
+    return max(RECORD_PAGES, min(CUDA_RECORD_PAGES, fitting))
+
+
+def record_bytes(cache: ModelCache) -> int:
+    """Return the bytes of the largest record of pages that this process writes."""
+    return record_pages(cache) * largest_page_bytes(cache)
+
+
+def largest_page_bytes(cache: ModelCache) -> int:
+    """Return the bytes of the largest page of one layer, over all layers and levels."""
+    levels = (level for store in cache.stores for level in store.pages.layer_page_bytes)
+    return max((nbytes for level in levels for nbytes in level), default=0)
 
 
 def page_numbers(row: Row) -> list[int]:
@@ -133,7 +150,7 @@ class SegmentRecords:
             [None if array is None else list(array.shape) for array in part]
             for part in snapshot.state
         ]
-        together = record_pages()
+        together = record_pages(self._cache)
         yield msgspec.json.encode(SegmentOutline(snapshot.length, rows, states, together))
         yield bytes_of(rest_of(snapshot))
         for store, row, numbers in zip(
@@ -154,9 +171,9 @@ class SegmentReader:
     (`unplaced_rows`). Call `forget` if a record is missing or damaged: it frees the sequence. A
     record is used until `run` yields, and at most until `COPIED_TOGETHER` others are taken.
     ``skip(index, numbers)`` is called with the numbers of a segment's records that are not needed;
-    these may be empty. ``growth``: grows the pools; None: the reader has its own. ``together``
-    returns how many copies may be under way at once, up to `COPIED_TOGETHER`: `run` yields only
-    after their end.
+    these may be empty. ``growth``: grows the pools; None: the reader has its own. ``together``:
+    returns how many copies may be under way at once, from 1 to `COPIED_TOGETHER`; `run` waits for
+    all of them before it yields.
     """
 
     def __init__(

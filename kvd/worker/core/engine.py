@@ -335,7 +335,7 @@ class MLXEngine:
             self._enter_phase("prefill")
             self._deliver()
             self._prompts.prefill_next(decode)
-        self._work_on_pools(decode)
+        self._work_on_pools(decode, waits=not (decode or group))
         if self._segments is not None:
             self._segments.note_idle(idle=not self._batch.requests)
         if not (self._batch.requests or self._reclaiming.active):
@@ -347,11 +347,11 @@ class MLXEngine:
             self._submissions.wait()
             self._prompts.gathering.pause()
 
-    def _work_on_pools(self, decode: Sequence[str]) -> None:
+    def _work_on_pools(self, decode: Sequence[str], *, waits: bool) -> None:
         """Return memory, grow pools, continue transfers or write segments: the first that is due.
 
         The tokens of the step are sent before this work, which delays those of the next step.
-        ``decode``: the requests that decode.
+        ``decode``: the requests that decode. ``waits``: whether the step does nothing else.
         """
         seconds = self._pace.seconds(decodes=bool(decode))
         if self._reclaiming.active:
@@ -361,9 +361,9 @@ class MLXEngine:
             self._enter_pools()
             self._runner.cache.make_room(seconds, time.monotonic)
         else:
-            self._continue_transfers(seconds, decode)
+            self._continue_transfers(seconds, decode, waits)
 
-    def _continue_transfers(self, seconds: float, decode: Sequence[str]) -> None:
+    def _continue_transfers(self, seconds: float, decode: Sequence[str], waits: bool) -> None:
         """Continue transfers or write segments, unless the next step writes pages."""
         reads, store = self._preemption.ready, self._segments
         if not (reads or (store is not None and store.has_work)):
@@ -373,7 +373,7 @@ class MLXEngine:
         if reads:
             self._enter_phase("pools")
             self._deliver()
-            self._preemption.work(seconds, delays_rows=bool(decode))
+            self._preemption.work(seconds, delays_rows=bool(decode), waits=waits)
         elif store is not None:
             self._enter_pools()
             store.work(seconds)

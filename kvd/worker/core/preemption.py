@@ -71,7 +71,7 @@ class Preemption:
         """By request."""
         self._reclaims_since: float | None = None
         self.delays_rows = False
-        """Whether the rows that decode wait for the present `work`."""
+        """Whether rows decode during the present `work`, or did so during the last one."""
 
     @property
     def busy(self) -> bool:
@@ -118,14 +118,15 @@ class Preemption:
             job.wait(seconds)
             return
 
-    def work(self, seconds: float, *, delays_rows: bool = True) -> None:
+    def work(self, seconds: float, *, delays_rows: bool = True, waits: bool = False) -> None:
         """Continue transfers for about ``seconds``, at least one record if one is ready.
 
         The transfer that started first has precedence. The work ends early if another record would
         exceed the time. It waits for the step in flight only if a transfer needs that.
 
-        ``delays_rows``: whether rows decode. Then the time is short, and pieces of work are small.
-        Otherwise it also waits for transfers that cannot proceed yet.
+        ``delays_rows``: whether rows decode. ``waits``: whether nothing else is to be done. Then,
+        if no transfer can proceed, `work` waits for the first one until the time is over, or until
+        a transfer has ended. Raises what the transfers raise.
         """
         self.delays_rows = delays_rows
         now = time.monotonic()
@@ -134,7 +135,7 @@ class Preemption:
             able = ((rid, job) for rid, job in self._jobs.items() if job.ready())
             rid, job = next(able, ("", None))
             if job is None:
-                if delays_rows or not self._jobs or now >= end:
+                if not waits or not self._jobs or now >= end:
                     return
                 self.wait(end - now)
                 now = time.monotonic()
@@ -144,6 +145,7 @@ class Preemption:
                 end, now = end + time.monotonic() - now, time.monotonic()
             if (work_s := next(job.steps, self)) is self:
                 del self._jobs[rid]
+                waits = False  # its request may be continued
             elif isinstance(work_s, float):
                 end -= work_s
             before, now = now, time.monotonic()
@@ -337,7 +339,7 @@ class Preemption:
             reader.forget()
             batch.start_over(request)
         else:
-            self._rates.note("read", swapped.nbytes, seconds)
+            self._rates.note("read_swapped", swapped.nbytes, seconds)
             self.rows.move_in(request, swapped, reader.sequences)
         del self._transfers.reading[rid]
         batch.scheduler.resume(rid)

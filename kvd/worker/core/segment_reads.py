@@ -1,10 +1,11 @@
 """Continues an engine's prompts from segments, where reading takes less time than prefill.
 
 A read is a transfer (`kvd.worker.core.preemption`): its records are written into the pools between
-steps, and a thread reads ahead. The request is suspended meanwhile and other rows decode. If a file
-is damaged or missing, if the disk hangs, or if reading has taken longer than prefill was estimated
-to take and is not nearly done, the prompt is prefilled. So it is if too little of the files is in
-the page cache, which the thread finds out first: the engine itself never waits for a disk.
+steps, and threads read ahead. The request is suspended meanwhile and other rows decode. The prompt
+is prefilled if a file is damaged or missing, if the disk hangs, or if the read takes too long
+(`kvd.worker.core.read_rates`). A thread first finds out which share of the files is in the system's
+page cache. If reading so many cached and other bytes is slower than prefill, the prompt is
+prefilled, too.
 
 Prompts that share what is being read wait for it (`kvd.worker.scheduling.shared_prompts`). While
 memory is reclaimed, no read begins, and those that have begun end after `RECLAIM_SECONDS`: their
@@ -18,7 +19,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
 
 from kvd.worker.cache.host_copy import COPIED_TOGETHER
 from kvd.worker.cache.segment_records import SegmentReader, growth_for
@@ -26,10 +27,12 @@ from kvd.worker.cache.unplaced_rows import unplaced_row
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
 from kvd.worker.core.preemption import Preemption, Steps
-from kvd.worker.core.rates import Rates, Work
+from kvd.worker.core.rates import Rates
+from kvd.worker.core.read_rates import Limit, ReadRates
 from kvd.worker.core.request import Request
 from kvd.worker.core.staging_memory import StagingMemory
 from kvd.worker.prefix.lookup import Unread
+from kvd.worker.prefix.page_cache import Part
 from kvd.worker.prefix.segment_files import Reading, SegmentFiles, UnreadableSegments
 from kvd.worker.prefix.segment_index import SegmentIndex
 from kvd.worker.prefix.tree import Hit
@@ -40,34 +43,10 @@ from protocol.worker import SegmentDamaged, SegmentUsed
 
 _log = logging.getLogger("kvd.worker")
 
-READ_MARGIN = 1.5
-"""A prompt is read if prefill is estimated to take this many times as long. On two busy cores, half
-of 14 reads took 1.4 times as long as estimated, or longer."""
-LEAST_READ_SECONDS = 1.0
-"""Seconds of steps that a read may take even if prefill is estimated to take less."""
-FIRST_READ_SECONDS = 0.25
-"""Least prefill in place of which a worker tries its first read, whatever is estimated: the rate of
-reading is not known before. One H200 prefills 8192 tokens of an 8B model at 1.1 GB/s of pages, and
-reads them at 3 GB/s."""
-FIRST_READ_SHARE = 0.1
-FIRST_CHECK_SECONDS = 0.1
-"""That read must prove faster than prefill after this share of the estimated prefill, or after
-these seconds if they are longer."""
 RECLAIM_SECONDS = 0.25
 """Seconds after which a read ends for a reclaim, which would wait for it. Most reads take less."""
-CACHED_SHARE = 0.9
-"""Share of the files above which a read tells how fast the page cache is, and not the disk."""
 MAX_INTERRUPTED = 3
 """How often reclaims end the reads of one prompt before it is prefilled."""
-
-
-class _Limit(NamedTuple):
-    """The seconds of steps that a read may take."""
-
-    check_s: float
-    """Afterwards it ends, unless at its rate so far the rest takes less time than prefill."""
-    end_s: float
-    """When it ends in any case."""
 
 
 @dataclass(eq=False)
@@ -84,11 +63,12 @@ class _Read:
     """About how many bytes it reads."""
     prefill_s: float
     """Estimated seconds of prefill instead."""
-    limit: _Limit | None
+    limit: Limit | None
     """None: prefill is better."""
     cached_share: float | None = None
-    """`Reading.cached_share`, once ``limit`` is that for this share."""
+    """`Reading.cached_share`; None until it is known and ``limit`` is that for it."""
     records: Iterator[float] = field(init=False)
+    queued_at: float = 0.0
     started_at: float = 0.0
     copy_s: float = 0.0
     """Seconds of steps that wrote records into the pools."""
@@ -119,7 +99,8 @@ class SegmentReads:
         self._batch = batch
         self._memory = memory
         self._preemption = preemption
-        self._rates = rates
+        self._rates = ReadRates(rates)
+        self._prefill_seconds = partial(rates.seconds, "prefill")
         self._index = index
         self._files = files
         self._staging = staging
@@ -135,16 +116,17 @@ class SegmentReads:
         chain = self._find(request, hit.tokens)
         if not chain:
             return 0
-        prefill_s = self._rates.seconds("prefill", chain[0].tokens - hit.tokens)
+        prefill_s = self._prefill_seconds(chain[0].tokens - hit.tokens)
         nbytes = _bytes_to_read(chain, hit.tokens)
-        limit = self._limit(nbytes, prefill_s)
+        limit = self._rates.limit(nbytes, prefill_s)
         if limit is None:
-            self._rates.recover(_work(1.0))
+            self._rates.recover(1.0)
             request.tracked.unread = Unread(chain[0].tokens, "slower")
             return 0
+        parts = [part for _, part in _needed(chain, hit.tokens)]
         chain = [segment for segment in chain if segment.tokens > hit.tokens]
         row = unplaced_row(self._batch.cache, hit.snapshot, request.level)
-        reading = self._files.read(chain)
+        reading = self._files.read(chain, parts[: len(chain)])
         reader = SegmentReader(
             self._batch.cache,
             row,
@@ -154,6 +136,7 @@ class SegmentReads:
             lambda: 1 if self._preemption.delays_rows else COPIED_TOGETHER,
         )
         read = _Read(request, hit.tokens, chain, reading, reader, nbytes, prefill_s, limit)
+        read.queued_at = self._clock()
         self._batch.transfers.reading[request.rid] = reader
         self._batch.scheduler.suspend(request.rid, reads_prompt=True)
         self._preemption.start(
@@ -179,8 +162,8 @@ class SegmentReads:
         chain = self._find(request, held)
         if not chain:
             return
-        prefill_s = self._rates.seconds("prefill", chain[0].tokens - held)
-        if self._limit(_bytes_to_read(chain, held), prefill_s) is not None:
+        prefill_s = self._prefill_seconds(chain[0].tokens - held)
+        if self._rates.limit(_bytes_to_read(chain, held), prefill_s) is not None:
             self._files.prefetch([segment for segment in chain if segment.tokens > held])
 
     def _find(self, request: Request, held: int) -> list[SegmentInfo]:
@@ -201,25 +184,13 @@ class SegmentReads:
             return []
         return chain
 
-    def _limit(self, nbytes: int, prefill_s: float, cached_share: float = 1.0) -> _Limit | None:
-        """Return the limit of a read of ``nbytes``; None: prefill is better."""
-        cached = cached_share * nbytes
-        seconds = self._rates.seconds("read", cached)
-        seconds += self._rates.seconds("read_from_disk", nbytes - cached)
-        if READ_MARGIN * seconds < prefill_s:
-            check_s = max(LEAST_READ_SECONDS, prefill_s)
-            return _Limit(check_s, 2 * check_s)
-        if prefill_s >= FIRST_READ_SECONDS and not self._rates.is_measured(_work(cached_share)):
-            return _Limit(max(FIRST_CHECK_SECONDS, FIRST_READ_SHARE * prefill_s), prefill_s)
-        return None
-
     def _ready(self, read: _Read) -> bool:
         """Whether `_run` would do something now."""
         if not self._is_wanted(read):
             return True
         if read.cached_share is None and (share := read.reading.cached_share) is not None:
             read.cached_share = share
-            read.limit = self._limit(read.nbytes, read.prefill_s, share)
+            read.limit = self._rates.limit(read.nbytes, read.prefill_s, share)
         if not read.reading.started and self._preemption.reclaim_seconds is not None:
             return False
         return read.reading.ready or self._is_slow(read) or self._is_interrupted(read)
@@ -230,16 +201,21 @@ class SegmentReads:
 
     def _is_slow(self, read: _Read) -> bool:
         """Whether the read should end, because the disk hangs or prefill is faster by now."""
+        now = self._clock()
         if read.reading.hangs or not read.reading.started:
-            return read.reading.hangs
+            # Until it starts, it waits for the end of other reads or of a reclaim.
+            return read.reading.hangs or now - read.queued_at > max(1.0, read.prefill_s)
         if read.limit is None:
             return True
-        seconds = self._clock() - read.started_at
-        if not read.limit.check_s < seconds <= read.limit.end_s:
-            return seconds > read.limit.check_s
-        # Ending it discards what is read. At the rate so far, the rest may take less than prefill.
+        seconds, share = now - read.started_at, read.cached_share
+        if seconds > read.limit.end_s:
+            return True
+        spent = read.seconds if read.limit.is_first else seconds
+        if spent <= read.limit.check_s or share is None:
+            return False
+        # Ending it discards what is read, so it goes on if the rest takes less time than prefill.
         done = read.reading.nbytes
-        return seconds * (read.nbytes - done) > read.prefill_s * done
+        return self._rates.rest_seconds(read.nbytes, share, done, spent) > read.prefill_s
 
     def _is_interrupted(self, read: _Read) -> bool:
         """Whether a reclaim has waited long enough for a read."""
@@ -285,17 +261,23 @@ class SegmentReads:
             retries = tracked.interrupted < MAX_INTERRUPTED
             self._give_up(read, "reclaim", "memory is reclaimed", retries=retries)
         elif read.limit is None:
-            self._rates.recover(_work(read.cached_share))
+            self._rates.recover(read.cached_share or 0.0)
             self._give_up(read, "slower", None)
         else:
             if read.reading.started:
-                seconds = self._clock() - read.started_at
-                work = _work(read.cached_share)
-                self._rates.note_failure(work, read.reading.nbytes, seconds)
+                self._note_failure(read, read.limit)
             if read.reading.hangs:
                 self._give_up(read, "hangs", "the disk hangs")
             else:
                 self._give_up(read, "slow", "it takes longer than prefill")
+
+    def _note_failure(self, read: _Read, limit: Limit) -> None:
+        done, seconds = read.reading.nbytes, read.seconds
+        if not limit.is_first:
+            seconds = self._clock() - read.started_at
+        if not (done or read.reading.hangs):  # it is slow, but nobody knows how slow
+            done, seconds = read.nbytes, 2 * read.prefill_s
+        self._rates.note_failure(read.nbytes, read.cached_share, done, seconds)
 
     def _copy_next(self, read: _Read) -> float | None:
         """Write the next record into the pools; return what the reader yields, or None: the end."""
@@ -331,7 +313,7 @@ class SegmentReads:
     def _finish(self, read: _Read) -> None:
         """Give the request its row, without slots: the prefill of the rest places it."""
         request, tokens = read.request, read.chain[0].tokens
-        self._note_rate(read)
+        self._rates.note(read.reading.nbytes, read.cached_share, read.seconds)
         self._batch.prefix_cache.count_read(tokens - read.held)
         self._batch.take_row(request, read.reader.sequences[0], tokens)
         self._batch.prefix_cache.prefilled(
@@ -342,29 +324,15 @@ class SegmentReads:
                 key=read.chain[0].key,
                 tokens=tokens - read.held,
                 seconds=read.seconds,
-                prefill_s=self._rates.seconds("prefill", tokens - read.held),
+                prefill_s=self._prefill_seconds(tokens - read.held),
                 nbytes=read.reading.nbytes,
             )
         )
         self._resume(read)
 
-    def _note_rate(self, read: _Read) -> None:
-        nbytes = read.reading.nbytes
-        if (work := _work(read.cached_share)) == "read":
-            self._rates.note(work, nbytes, read.seconds)
-        else:
-            cached = (read.cached_share or 0.0) * nbytes
-            seconds = read.seconds - self._rates.seconds("read", cached)
-            self._rates.note(work, nbytes - cached, seconds)
-
     def _resume(self, read: _Read) -> None:
         del self._batch.transfers.reading[read.request.rid]
         self._batch.scheduler.resume(read.request.rid)
-
-
-def _work(cached_share: float | None) -> Work:
-    """Return whose rate a read with this share of its files in the page cache measures."""
-    return "read" if cached_share is None or cached_share >= CACHED_SHARE else "read_from_disk"
 
 
 def _bytes_to_read(chain: Sequence[SegmentInfo], held: int) -> int:
@@ -372,10 +340,19 @@ def _bytes_to_read(chain: Sequence[SegmentInfo], held: int) -> int:
 
     ``chain``: a segment and all its bases. ``held``: tokens of the prefix that are in memory.
     """
-    tokens, nbytes = chain[0].tokens, 0
+    return sum(int(one.nbytes * (end - start)) for one, (start, end) in _needed(chain, held))
+
+
+def _needed(chain: Sequence[SegmentInfo], held: int) -> Iterator[tuple[SegmentInfo, Part]]:
+    """Yield each segment of a chain, and about which part of its file is needed.
+
+    The arguments are those of `_bytes_to_read`.
+    """
+    tokens = chain[0].tokens
     for one, base in itertools.zip_longest(chain, chain[1:]):
         # If the base is longer or missing, the segment's pages begin with the prompt.
-        start = base.tokens if base is not None and base.tokens < one.tokens else 0
-        needed = min(tokens, one.tokens) - max(held, start)
-        nbytes += one.nbytes * max(0, needed) // (one.tokens - start)
-    return nbytes
+        first = base.tokens if base is not None and base.tokens < one.tokens else 0
+        start, end = max(held, first), min(tokens, one.tokens)
+        length = one.tokens - first
+        part = (start - first) / length, (end - first) / length
+        yield one, part if start < end else (0.0, 0.0)

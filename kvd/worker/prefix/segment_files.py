@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 from kvd.worker.cache import cuda_driver
+from kvd.worker.prefix.page_cache import Part
 from kvd.worker.prefix.read_ahead import ReadAhead
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.segment_io import (
@@ -33,9 +34,15 @@ class UnreadableSegments(Exception):
 class Reading:
     """Reads segments in threads, one after another. Nothing is read before `start`."""
 
-    def __init__(self, files: SegmentFiles, segments: Sequence[SegmentInfo]) -> None:
+    def __init__(
+        self,
+        files: SegmentFiles,
+        segments: Sequence[SegmentInfo],
+        parts: Sequence[Part] | None = None,
+    ) -> None:
         self._files = files
         self._segments = segments
+        self._parts = parts
         self._reader: BackgroundReader | None = None
         self._next: SegmentRecord | None = None
         """A record of the next segment, which ended the one before it."""
@@ -59,7 +66,7 @@ class Reading:
         """
         self._changed_at = self._files.clock()
         try:
-            self._reader = self._files.open_reader(self._segments)
+            self._reader = self._files.open_reader(self._segments, self._parts)
         except OSError as error:
             raise UnreadableSegments(f"no memory for records: {error.strerror}") from error
 
@@ -73,7 +80,7 @@ class Reading:
     def wait(self, seconds: float) -> None:
         """Wait until the next record is read, for at most this time."""
         if self._reader is None:
-            time.sleep(seconds)
+            time.sleep(min(seconds, 0.001))
         else:
             self._reader.wait(seconds)
 
@@ -92,7 +99,7 @@ class Reading:
 
     @property
     def cached_share(self) -> float | None:
-        """Share of the files that the page cache held at the start; None: not known yet."""
+        """Share of the parts that the page cache held at the start, 0 to 1; None: not known yet."""
         return None if self._reader is None else self._reader.cached_share
 
     def skip(self, index: int, numbers: Container[int]) -> None:
@@ -183,12 +190,16 @@ class SegmentFiles:
         self._closed_at = None
         self._reader = ReadAhead([segment_path(self._folder, one.key) for one in segments])
 
-    def read(self, segments: Sequence[SegmentInfo]) -> Reading:
+    def read(self, segments: Sequence[SegmentInfo], parts: Sequence[Part] | None = None) -> Reading:
+        """Return a reading that can start; ``parts``: see `BackgroundReader`."""
         if isinstance(self._reader, ReadAhead):
             self.close_reader(self._reader)
-        return Reading(self, segments)
+        return Reading(self, segments, parts)
 
-    def open_reader(self, segments: Sequence[SegmentInfo]) -> BackgroundReader:
+    def open_reader(
+        self, segments: Sequence[SegmentInfo], parts: Sequence[Part] | None = None
+    ) -> BackgroundReader:
+        """Open the memory and begin to read; raises `OSError` if there is no memory."""
         self._closed_at = None
         self._memory.open()
         by_path = {segment_path(self._folder, segment.key): segment for segment in segments}
@@ -197,6 +208,7 @@ class SegmentFiles:
             [segment.key for segment in segments],
             lambda path: segment_file.open_records(path, self._form, by_path[path]),
             self._memory,
+            parts=parts,
         )
         self._has_records = True
         return reader

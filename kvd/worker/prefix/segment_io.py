@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvd.worker.cache.host_copy import COPIED_TOGETHER
-from kvd.worker.prefix.page_cache import cached_share
+from kvd.worker.prefix.page_cache import Part, cached_share
 from kvd.worker.prefix.record_memory import RecordMemory
 from kvd.worker.prefix.staging import Place, Staging
 from protocol.record_file import DamagedFile, RecordReader, UnreadRecord
@@ -176,8 +176,9 @@ class BackgroundReader:
 
     ``keys``: the segments below the store's ``folder``. ``open_records`` opens a segment's file, in
     a thread. ``threads`` read and check different records at the same time; `next_record` returns
-    them in order. The records are in ``memory``, which must be open until the threads have ended;
-    a record larger than that has memory of its own, and is staged alone.
+    them in order. ``parts``: about which part of each file is needed; None: all. The records are in
+    ``memory``, which must be open until the threads have ended; a record larger than that has
+    memory of its own, and is staged alone.
     """
 
     def __init__(
@@ -187,16 +188,18 @@ class BackgroundReader:
         open_records: Callable[[Path], RecordReader],
         memory: RecordMemory,
         threads: int = READERS,
+        parts: Sequence[Part] | None = None,
     ) -> None:
         self._folder = folder
         self._keys = tuple(keys)
+        self._parts = parts
         self._open = open_records
         self._staging: Staging[SegmentRecord | Failed | Signal] = Staging(
             memory.nbytes, memory, COPIED_TOGETHER
         )
         self._skipped: dict[bytes, Container[int]] = {}
         self.cached_share: float | None = None
-        """Share of the files that the page cache held at the start; None: not known yet."""
+        """Share of ``parts`` that the page cache held at the start, 0 to 1; None: not known yet."""
         self._last: Failed | Signal | None = None
         """The final answer of `next_record`."""
         self._turn = threading.Lock()
@@ -249,7 +252,7 @@ class BackgroundReader:
 
     @property
     def seconds(self) -> float:
-        """Seconds of I/O and checks that have ended, without those of waiting for room."""
+        """Seconds of I/O and checks so far, without those of waiting for room."""
         return self._busy.seconds
 
     @property
@@ -296,7 +299,7 @@ class BackgroundReader:
         The last place has the item that ends the records.
         """
         last: Failed | Signal = END
-        self.cached_share = cached_share([segment_path(self._folder, key) for key in self._keys])
+        self.cached_share = self._find_cached_share()
         for key in self._keys:
             try:
                 yield from self._pass_over(key)
@@ -304,6 +307,13 @@ class BackgroundReader:
                 last = _failed(error, key)
                 break
         self._staging.offer(last, 0)
+
+    def _find_cached_share(self) -> float:
+        paths = [segment_path(self._folder, key) for key in self._keys]
+        try:
+            return cached_share(paths, self._parts)
+        except Exception:  # noqa: BLE001 - the engine waits for records, which need no estimate
+            return 1.0
 
     def _pass_over(self, key: bytes) -> Iterator[tuple[_Place, bytes, UnreadRecord | None]]:
         if self._staging.closed:
@@ -326,10 +336,16 @@ class _BusyTime:
     """Adds up the seconds in which at least one thread is within the context."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._ended_s = 0.0
         self._lock = threading.Lock()
         self._inside = 0
         self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far. A slow disk may keep some thread within all the time."""
+        with self._lock:
+            return self._ended_s + (time.monotonic() - self._since if self._inside else 0.0)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -341,7 +357,7 @@ class _BusyTime:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                self.seconds += time.monotonic() - self._since
+                self._ended_s += time.monotonic() - self._since
 
 
 def _start(run: Callable[[], None], name: str) -> threading.Thread | None:

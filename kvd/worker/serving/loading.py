@@ -21,7 +21,7 @@ from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache import device_pages
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import Scheme, floors_of
-from kvd.worker.cache.segment_records import record_pages
+from kvd.worker.cache.segment_records import record_bytes
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.device import on_cpu, on_cuda
 from kvd.worker.engine import AskGrant, ReportProgress
@@ -253,16 +253,16 @@ def staging_bytes(cache: Any) -> int:
     # One segment is read while another is written. Tails and states are one record, which has
     # memory of its own if it is larger than the others' memory.
     memory, rest = record_memory_bytes(cache), int(cache.costs.checkpoint_bytes)
-    return memory + (rest if rest > memory else 0) + max(STAGING_BYTES, rest)
+    # A record above the limit is staged alone, while the engine holds the next one.
+    page_records = 2 * record_bytes(cache) if isinstance(cache, ModelCache) else 0
+    return memory + (rest if rest > memory else 0) + max(STAGING_BYTES, rest, page_records)
 
 
 def record_memory_bytes(cache: Any) -> int:
     """Return the bytes of the memory that records of stored prefixes are read into."""
     if not isinstance(cache, ModelCache):
         return STAGING_BYTES
-    levels = (level for store in cache.stores for level in store.pages.layer_page_bytes)
-    page = max((nbytes for level in levels for nbytes in level), default=0)
-    return max(STAGING_BYTES, STAGED_RECORDS * record_pages() * page)
+    return max(STAGING_BYTES, STAGED_RECORDS * record_bytes(cache))
 
 
 def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:

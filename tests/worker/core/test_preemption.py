@@ -36,8 +36,8 @@ QUICK = 1e15
 
 def prefer(driver: Driver, where: str) -> None:
     rates = driver.engine._rates
-    fast = ("write", "read") if where == "disk" else ("prefill", "decode")
-    rates._measured = {"write": 1.0, "read": 1.0, "prefill": 1.0, "decode": 1.0}
+    fast = ("write", "read_swapped") if where == "disk" else ("prefill", "decode")
+    rates._measured = {"write": 1.0, "read_swapped": 1.0, "prefill": 1.0, "decode": 1.0}
     rates._measured |= dict.fromkeys(fast, QUICK)
     rates.note = lambda *_: None
 
@@ -478,7 +478,7 @@ def test_a_step_without_decoding_rows_waits_for_a_transfer(driver: Driver, waits
         ready[0] = True
 
     preemption.start("r", work(), lambda: ready[0], wait=wait, needs_idle_device=lambda: False)
-    preemption.work(60.0, delays_rows=not waits)
+    preemption.work(60.0, delays_rows=False, waits=waits)
     assert preemption.busy is not waits
     assert len(waited) == (3 if waits else 0)
     assert all(0 < seconds <= 60.0 for seconds in waited)
@@ -495,17 +495,17 @@ def test_waiting_for_a_transfer_ends_with_the_time(driver: Driver) -> None:
         yield 0.0
 
     preemption.start("r", work(), lambda: ready[0], needs_idle_device=lambda: False)
-    preemption.work(0.05, delays_rows=False)
+    preemption.work(0.05, delays_rows=False, waits=True)
     assert preemption.busy
     ready[0] = True
-    preemption.work(0.05, delays_rows=False)
+    preemption.work(0.05, delays_rows=False, waits=True)
     assert not preemption.busy
 
 
 def test_rates_estimate_seconds() -> None:
     rates = Rates()
     rates.note("write", 100, 1.0)
-    rates.note("read", 200, 1.0)
+    rates.note("read_swapped", 200, 1.0)
     assert rates.swap_seconds(1000) == pytest.approx(15.0)
     rates.note("prefill", 10, 1.0)
     rates.note("decode", 1, 0.5)

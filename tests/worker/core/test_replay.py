@@ -67,7 +67,7 @@ def transcripts_of(reports: Iterable[Report]) -> dict[str, Received]:
 
 
 def stepped(driver: Driver, count: int) -> list[Report]:
-    """Return the reports of some steps, in which memory requests are answered."""
+    """Run some steps, then answer their memory requests; return all reports."""
     reports = [one for _ in range(count) for one in driver.engine.step()]
     driver.take([one for one in reports if isinstance(one, MemoryRequested)])
     return reports

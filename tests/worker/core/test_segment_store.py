@@ -129,8 +129,8 @@ def test_half_of_a_segment_is_read_if_memory_has_the_other_half(
 ) -> None:
     """The thread reads one record ahead, so it learns in time what is not needed."""
 
-    def one_ahead(folder, keys, open_records, _memory):
-        return BackgroundReader(folder, keys, open_records, RecordMemory(1))
+    def one_ahead(folder, keys, open_records, _memory, **more):
+        return BackgroundReader(folder, keys, open_records, RecordMemory(1), **more)
 
     monkeypatch.setattr(segment_files, "BackgroundReader", one_ahead)
     prompt = prompt_of(4700, 5)

@@ -21,7 +21,7 @@ def file_of(folder: Path, name: str, nbytes: int) -> Path:
 
 
 def drop(path: Path) -> None:
-    """Take a file out of the page cache; skip the test where it is nowhere else."""
+    """Remove a file from the page cache; skip the test if its folder is in memory."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     at = max((where for where, _ in mounts if path.is_relative_to(where)), key=len)
     if any(kind == "tmpfs" for where, kind in mounts if where == at):
@@ -38,7 +38,7 @@ def test_a_file_that_was_just_written_is_in_the_page_cache(tmp_path: Path, nbyte
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be emptied")
-def test_a_file_on_disk_is_not_and_looking_does_not_read_it(tmp_path: Path) -> None:
+def test_the_check_does_not_read_a_file_that_is_only_on_disk(tmp_path: Path) -> None:
     path = file_of(tmp_path, "file", 16 * MIB)
     drop(path)
     assert cached_share([path]) < 0.05
@@ -76,11 +76,27 @@ def test_places_are_spread_over_all_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert max(b - a for a, b in itertools.pairwise(starts)) < 2 * 16 * MIB / SAMPLES
 
 
-def test_a_system_that_does_not_tell_is_believed_to_have_all(
+def test_without_mincore_all_files_count_as_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> object:
         raise AttributeError
 
-    monkeypatch.setattr(page_cache, "_mincore", fail)
+    monkeypatch.setattr(page_cache, "_library", fail)
     assert cached_share([file_of(tmp_path, "file", 100)]) == 1.0
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be emptied")
+def test_only_the_needed_part_counts(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "file", 16 * MIB)
+    drop(path)
+    fd = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # the system reads nothing ahead
+    for start in range(0, 4 * MIB, MIB):
+        os.pread(fd, MIB, start)
+    os.close(fd)
+    assert cached_share([path], [(0.0, 0.25)]) > 0.9
+    assert cached_share([path], [(0.5, 1.0)]) < 0.1
+    assert cached_share([path]) == pytest.approx(0.25, abs=0.1)
+    assert cached_share([path, path], [(0.0, 0.0), (0.5, 1.0)]) < 0.1
+    assert cached_share([path], [(0.0, 0.0)]) == 1.0
