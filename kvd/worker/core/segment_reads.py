@@ -275,7 +275,7 @@ class SegmentReads:
         done, seconds = read.reading.nbytes, read.seconds
         if not limit.is_first:
             seconds = self._clock() - read.started_at
-        if not (done or read.reading.hangs):  # it is slow, but nobody knows how slow
+        if not (done or read.reading.hangs):  # half of the rate that would be enough
             done, seconds = read.nbytes, 2 * read.prefill_s
         self._rates.note_failure(read.nbytes, read.cached_share, done, seconds)
 
