@@ -21,11 +21,10 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.artifacts import modules
-from kvd.worker.attention.kernels.arguments import Attend
-from kvd.worker.attention.kernels.fused import has_group_products
+from kvd.worker.attention.chunk_tiles import ChunkPlaces
+from kvd.worker.attention.kernels.arguments import Attend, TileSplits, Tiling
+from kvd.worker.attention.kernels.fused import Fused, has_group_products
 from kvd.worker.attention.kernels.language import CUDA
-from kvd.worker.attention.kernels.launch import run
-from kvd.worker.attention.kernels.launch_prefill import attend_launch
 
 DIM = 128
 CALLS, ROUNDS = 10, 5
@@ -37,6 +36,11 @@ CASES = (
     (16, 8, 1024, 15_360),
     (32, 8, 1024, 15_360),
     (16, 8, 1024, 49_088),
+    (16, 8, 40, 4096),
+    (16, 8, 40, 15_360),
+    (16, 8, 224, 99_776),
+    (32, 8, 40, 15_360),
+    (32, 8, 224, 99_776),
 )
 """Query heads, KV heads, tokens of the chunk, and tokens before it."""
 
@@ -77,23 +81,26 @@ def measure(q_heads: int, kv_heads: int, count: int, before: int) -> dict[str, A
         "mlx": _about(milliseconds(dense), work),
     }  # fmt: skip
     for warpgroups in [False, *([True] if has_group_products() else [])]:
-        each = (128 if warpgroups else 64) // (q_heads // kv_heads)
-        tiles = [
-            (at, at, min(each, count - at), at + 1, 0, 0, before, 0, 0)
-            for at in range(0, count, each)
-        ]
-        tiles.sort(key=lambda tile: -tile[3])
-        given = Attend(
-            queries, keys, values, *copies, mx.array([1], mx.int32), mx.array(tiles, mx.int32),
-            count, scale, warpgroups,
-        )  # fmt: skip
+        tiling = Tiling((128 if warpgroups else 64) // (q_heads // kv_heads), warpgroups, kv_heads)
+        for splits in sorted({1, tiling.splits(count, before)}):
+            entry = -1 if splits == 1 else 0
+            chunk = ChunkPlaces(0, 0, count, 0, 0, before, entry=entry)
+            tiles = sorted(chunk.tiles(tiling.tokens, splits), key=lambda tile: -tile[3])
+            rows = [(*[0] * 6, token * splits, (token + 1) * splits) for token in range(count)]
+            given = Attend(
+                queries, keys, values, *copies, mx.array([1], mx.int32),
+                mx.array(tiles, mx.int32),
+                None if splits == 1 else TileSplits(count * splits, mx.array(rows, mx.int32)),
+                count, scale, warpgroups,
+            )  # fmt: skip
 
-        def attend(given: Attend = given) -> mx.array:
-            return run(attend_launch(CUDA, given), CUDA)[0]
+            def attend(given: Attend = given) -> mx.array:
+                return Fused(CUDA).attend(given)
 
-        error = mx.abs(attend() - wanted).max() / mx.abs(wanted).max()
-        name = "groups of warps" if warpgroups else "warps"
-        found[name] = {**_about(milliseconds(attend), work), "error": round(error.item(), 5)}
+            error = mx.abs(attend() - wanted).max() / mx.abs(wanted).max()
+            name = "groups of warps" if warpgroups else "warps"
+            name += "" if splits == 1 else f", {splits} splits"
+            found[name] = {**_about(milliseconds(attend), work), "error": round(error.item(), 5)}
     return found
 
 

@@ -5,7 +5,8 @@ Its prefill uses plain operations, except in whole layers (`kvd.worker.attention
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -14,6 +15,7 @@ import mlx.core as mx
 
 from kvd.worker.attention.kernels.append import PIECE
 from kvd.worker.attention.kernels.arguments import (
+    SPLIT_KEYS,
     Append,
     Attend,
     Attention,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from kvd.worker.cache.layer import LayerStore
     from kvd.worker.cache.rows import Row
     from kvd.worker.cache.steps import DecodeStep, PrefillStep
+    from kvd.worker.cache.store import KVStore
 
 OWN_BUFFERS = 7
 """Arrays that the split kernel (`kernels.decode`) reads or writes besides the pools."""
@@ -103,6 +106,8 @@ class FusedBackend:
     kernels: Kernels
     most_buffers: int
     """Most arrays that one kernel may read and write on this device."""
+    split_keys: int = SPLIT_KEYS
+    """Fewest keys of a split of a chunk of a pass."""
 
     def decode(
         self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
@@ -228,6 +233,20 @@ class FusedStep:
             backend=replace(self, rows=rows, pages=page_list, splits=split_list),
             shared={"offsets": offsets},
         )
+
+
+@contextmanager
+def short_splits(stores: Iterable[KVStore]) -> Iterator[None]:
+    """Let chunks of passes have splits after few keys, so that a short check covers these too."""
+    backends = [(store, store.backend) for store in stores]
+    for store, backend in backends:
+        if isinstance(backend, FusedBackend):
+            store.backend = replace(backend, split_keys=PAGE_TOKENS)
+    try:
+        yield
+    finally:
+        for store, backend in backends:
+            store.backend = backend
 
 
 @lru_cache(8)

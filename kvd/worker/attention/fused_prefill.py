@@ -7,6 +7,7 @@ MLX's operations need 60 to 75 launches in each layer. These kernels replace mos
     pack         new pages of one level, quantized; tokens of new tails    `kernels.pack`
     unpack       dense copies of pages and tails of one part               `kernels.unpack`
     attend       the chunks of one part                                    `kernels.attend`
+    combine      the splits of short chunks after many keys                `kernels.decode`
 
 The flush writes all new tails of a layer with one more kernel. `pass_layout` says which keys each
 chunk sees. Results are those of `kvd.worker.attention.packed`, except for rounding.
@@ -14,12 +15,13 @@ chunk sees. Results are those of `kvd.worker.attention.packed`, except for round
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend, Kernels, RotarySettings
+from kvd.worker.attention.kernels import attend
 from kvd.worker.attention.kernels.append import PIECE
 from kvd.worker.attention.kernels.arguments import (
     Attend,
@@ -30,7 +32,7 @@ from kvd.worker.attention.kernels.arguments import (
     Spread,
     Unpack,
 )
-from kvd.worker.attention.pass_layout import CopyPlan, NewTailPlaces, PassLayout
+from kvd.worker.attention.pass_layout import CopyPlan, NewTailPlaces, PassLayout, Room
 from kvd.worker.cache.backend import schemes_of
 from kvd.worker.cache.batch import BatchQuantizedKVCache
 from kvd.worker.cache.layer import KeptTails, LayerStore, PendingPages
@@ -136,8 +138,8 @@ class FusedPass:
                 after = found[-1] if found else keys
                 ready = self._unpack(layer, tokens, part.copies, filled, after)
             given = Attend(
-                queries, keys, values, *dense, ready, part.tiles, part.tokens, self.heads.scale,
-                self.layout.tiling.warpgroups,
+                queries, keys, values, *dense, ready, part.tiles, part.splits, part.tokens,
+                self.heads.scale, self.layout.tiling.warpgroups,
             )  # fmt: skip
             found.append(self.kernels.attend(given))
         return found[0] if len(found) == 1 else mx.concatenate(found)
@@ -208,7 +210,9 @@ def _pass_of(
         store.scratch.limit // geometry.dense_bytes(1),
         MOST_ELEMENTS // (heads.kv_heads * max(dims)),
     )
-    layout = PassLayout.of(step, most_copied, tiling)
+    entry_bytes = 4 * heads.q_heads * attend.entry(heads)
+    room = Room(most_copied, -(-entry_bytes // geometry.dense_bytes(1)))
+    layout = PassLayout.of(step, room, replace(tiling, split_keys=backend.split_keys))
     if layout is None:
         return None
     levels = max((len(part.copies.levels) for part in layout.parts if part.copies), default=0)
@@ -219,5 +223,5 @@ def _pass_of(
         shape = layout.copy_tokens, heads.kv_heads
         keys, values = (mx.zeros((*shape, dim), store.dtype) for dim in dims)
         copies = keys, values
-        store.scratch.hold(geometry.dense_bytes(layout.copy_tokens))
+        store.scratch.hold(geometry.dense_bytes(layout.room_tokens))
     return FusedPass(backend.kernels, heads, step.positions, layout, copies)

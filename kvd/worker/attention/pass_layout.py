@@ -16,6 +16,10 @@ tokens. It has two chunks in the pass ::
 Each layer overwrites the copies. If the copies of all rows do not fit into the scratch together,
 the rows are divided into *parts*. One `unpack` and one `attend` process a part, one part after
 another. A row is never divided.
+
+If a short chunk sees many pages, its tiles occur several times, each with some of the pages: in as
+many *splits* (`Tiling.splits`). The last one has the tail and the chunk, too. If a part has such
+tiles, all its tokens have entries in the results of splits, one per split.
 """
 
 from __future__ import annotations
@@ -23,13 +27,16 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from operator import add
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels.arguments import Tiling
-from kvd.worker.attention.kernels.attend import COLUMNS
+from kvd.worker.attention.chunk_tiles import ChunkPlaces, empty_tiles
+from kvd.worker.attention.kernels.arguments import TileSplits, Tiling
+from kvd.worker.attention.kernels.attend import COLUMNS, ENTRY
+from kvd.worker.attention.kernels.decode import ROW_NUMBERS
 from kvd.worker.cache.page_tables import EARLIER, PAGE_NUMBERS, page_locations, to_mlx
 from kvd.worker.cache.pass_places import by_row, spans_of
 from kvd.worker.cache.scheme import PAGE_TOKENS
@@ -56,8 +63,18 @@ class Part:
     tokens: int
     """Number of their tokens in the batch. The last part has the batch's padding, too."""
     tiles: mx.array
-    """As in `kernels.arguments.Attend`."""
+    splits: TileSplits | None
+    """Both as in `kernels.arguments.Attend`."""
     copies: CopyPlan | None
+
+
+@dataclass(frozen=True)
+class Room:
+    """Limit of the memory that a part takes, in tokens of copies."""
+
+    tokens: int
+    per_entry: int
+    """What an entry of the results of splits takes."""
 
 
 @dataclass
@@ -93,17 +110,16 @@ class PassLayout:
     tails: NewTailPlaces
     parts: tuple[Part, ...]
     copy_tokens: int
-    """Number of tokens of the copies of the largest part."""
+    """Number of tokens of the largest copies of a part."""
+    room_tokens: int
+    """What the largest part takes: its copies, and the results of its splits."""
     tiling: Tiling
 
     @staticmethod
-    def of(step: PackedPrefill, most_copied: int, tiling: Tiling) -> PassLayout | None:
-        """Return the layout of a pass; None if the copies of a part exceed ``most_copied``.
-
-        ``most_copied``: limit for the copies of one part, in tokens.
-        """
-        planner = _Planner(step, most_copied, tiling)
-        return planner.layout() if planner.largest <= most_copied else None
+    def of(step: PackedPrefill, room: Room, tiling: Tiling) -> PassLayout | None:
+        """Return the layout of a pass; None if the copies of a row exceed the room."""
+        found = _Planner(step, room, tiling).layout()
+        return found if found.room_tokens <= room.tokens else None
 
 
 @dataclass
@@ -116,6 +132,11 @@ class _PartPlan:
     """Number of tokens of its copies."""
     tokens: int = 0
     tiles: list[tuple[int, ...]] = field(default_factory=list)
+    entries: int = 0
+    """Number of entries of its tokens, if it has splits."""
+    bounds: list[tuple[range, int]] = field(default_factory=list)
+    """The first entries of each chunk's tokens, and how many each token has."""
+    has_splits: bool = False
 
     def add_pages(self, locations: array[int]) -> int:
         """Plan copies of pages; return the index of their first token in the copies."""
@@ -132,6 +153,24 @@ class _PartPlan:
         self.copied += _pairs(places, range(first, self.size))
         return first
 
+    def add_chunk(self, chunk: ChunkPlaces, most: int, splits: int) -> None:
+        """Add a chunk, in tiles of at most ``most`` tokens."""
+        self.tiles += chunk.tiles(most, splits)
+        entries = chunk.count * splits
+        self.bounds.append((range(self.entries, self.entries + entries, splits), splits))
+        self.entries += entries
+        self.tokens += chunk.count
+
+    def fits(self, room: Room, copied: int, entries: int, *, has_splits: bool) -> bool:
+        """Return whether a row with these copies and entries fits into the part."""
+        taken = self.size + copied
+        if self.has_splits or has_splits:
+            taken += room.per_entry * (self.entries + entries)
+        return taken <= room.tokens
+
+    def taken(self, room: Room) -> int:
+        return self.size + (room.per_entry * self.entries if self.has_splits else 0)
+
     def part(self) -> Part:
         levels = tuple(sorted(set(self.paged[::PAGE_NUMBERS])))
         index = {level: number for number, level in enumerate(levels)}
@@ -147,12 +186,23 @@ class _PartPlan:
         # Blocks start in this order. A block with many keys that starts late would run alone.
         self.tiles.sort(key=lambda tile: -(tile[3] + tile[6] + tile[8]))
         numbers = array("i", chain.from_iterable(self.tiles))
-        return Part(self.tokens, to_mlx(numbers).reshape(-1, COLUMNS), copies)
+        if not self.has_splits:
+            numbers[ENTRY::COLUMNS] = array("i", [-1]) * len(self.tiles)
+        tiles = to_mlx(numbers).reshape(-1, COLUMNS)
+        return Part(self.tokens, tiles, self._splits() if self.has_splits else None, copies)
+
+    def _splits(self) -> TileSplits:
+        rows = array("i", bytes(self.tokens * ROW_NUMBERS * array("i").itemsize))
+        firsts = array("i", chain.from_iterable(firsts for firsts, _ in self.bounds))
+        counts = chain.from_iterable(repeat(count, len(firsts)) for firsts, count in self.bounds)
+        rows[ROW_NUMBERS - 2 :: ROW_NUMBERS] = firsts
+        rows[ROW_NUMBERS - 1 :: ROW_NUMBERS] = array("i", map(add, firsts, counts))
+        return TileSplits(self.entries, to_mlx(rows).reshape(-1, ROW_NUMBERS))
 
 
 class _Planner:
-    def __init__(self, step: PackedPrefill, most_copied: int, tiling: Tiling) -> None:
-        self._most_copied = most_copied - 1  # a part without tails gets one token more
+    def __init__(self, step: PackedPrefill, room: Room, tiling: Tiling) -> None:
+        self._room = replace(room, tokens=room.tokens - 1)  # a part without tails gets one more
         self._tiling = tiling
         self._pages: dict[int, array[int]] = defaultdict(lambda: array("i"))
         self._slots, self._tails = list[int](), list[list[int]]()
@@ -165,7 +215,6 @@ class _Planner:
         for part in self._parts:
             if part.size and not part.copied:  # kernels get no empty arrays
                 part.add_tokens([0])
-        self.largest = max(part.size for part in self._parts)
 
     def _add_row(self, steps: Sequence[PrefillStep]) -> None:
         row, pages = steps[0].row, self._pages[steps[0].row.level]
@@ -175,18 +224,18 @@ class _Planner:
         locations = page_locations(row)
         for number in new:
             locations.extend((EARLIER + row.level, number, 0))
-        part = self._part_for(len(locations) // PAGE_NUMBERS * PAGE_TOKENS, steps)
+        part, splits = self._part_for(len(locations) // PAGE_NUMBERS * PAGE_TOKENS, steps)
         paged, seen = part.add_pages(locations), PAGE_TOKENS * len(row.pages)
-        for step in steps:
+        for step, count in zip(steps, splits, strict=True):
             outside = bool(tail) and tail[0] < 0
             copied = part.size, len(tail) if outside else 0
             if outside:
                 part.add_tokens(tail)
             before = 0 if outside else len(tail)
-            self._add_tiles(part, step.count, before, (paged, seen, *copied))
+            places = self._end, part.tokens, step.count, before, paged, seen, *copied
+            part.add_chunk(ChunkPlaces(*places, part.entries), self._tiling.tokens, count)
             tail += range(self._end, self._end + step.count)
             self._end += step.count
-            part.tokens += step.count
             full = step.new_pages * PAGE_TOKENS
             seen += full
             pages.extend(tail[:full])
@@ -196,28 +245,32 @@ class _Planner:
         self._slots.append(row.slot)
         self._tails.append(tail)
 
-    def _part_for(self, paged: int, steps: Sequence[PrefillStep]) -> _PartPlan:
-        """Return the part for a row with ``paged`` tokens in pages; begin one if need be."""
-        part, most = self._parts[-1], paged + sum(step.tail_length for step in steps)
-        if part.size and part.size + most > self._most_copied:
-            self._parts.append(part := _PartPlan())
-        return part
+    def _part_for(self, paged: int, steps: Sequence[PrefillStep]) -> tuple[_PartPlan, list[int]]:
+        """Return the part for a row, and the number of splits of its chunks.
 
-    def _add_tiles(
-        self, part: _PartPlan, count: int, before: int, runs: tuple[int, int, int, int]
-    ) -> None:
-        """Add a chunk's tiles. ``before``: tokens of the batch before it that it sees."""
-        for token in range(0, count, self._tiling.tokens):
-            some = min(self._tiling.tokens, count - token)
-            where = self._end + token, part.tokens + token, some
-            part.tiles.append((*where, before + token + 1, self._end - before, *runs))
+        A part is begun if need be. ``paged``: tokens in the row's pages after the pass.
+        """
+        part, copied = self._parts[-1], paged + sum(step.tail_length for step in steps)
+        seen, splits = PAGE_TOKENS * len(steps[0].row.pages), list[int]()
+        for step in steps:
+            splits.append(self._tiling.splits(step.count, seen))
+            seen += PAGE_TOKENS * step.new_pages
+        entries = sum(step.count * count for step, count in zip(steps, splits, strict=True))
+        has_splits = max(splits) > 1
+        if part.tokens and not part.fits(self._room, copied, entries, has_splits=has_splits):
+            self._parts.append(part := _PartPlan())
+        if not part.fits(self._room, copied, entries, has_splits=has_splits):
+            return part, [1] * len(steps)
+        part.has_splits |= has_splits
+        return part, splits
 
     def _add_padding(self, count: int) -> None:
         """Add tiles for tokens without keys, whose results are zeros."""
         part = self._parts[-1]
-        for token in range(0, count, self._tiling.tokens):
-            some = min(self._tiling.tokens, count - token)
-            part.tiles.append((0, part.tokens + token, some, 1 - some, 0, 0, 0, 0, 0))
+        if part.has_splits:
+            part.bounds.append((range(count), 0))
+        else:
+            part.tiles += empty_tiles(part.tokens, count, self._tiling.tokens)
         part.tokens += count
 
     def layout(self) -> PassLayout:
@@ -232,7 +285,8 @@ class _Planner:
                 spans_of(self._kept, sum(lengths)),
             ),
             tuple(part.part() for part in self._parts),
-            self.largest,
+            max(part.size for part in self._parts),
+            max(part.taken(self._room) for part in self._parts),
             self._tiling,
         )
 

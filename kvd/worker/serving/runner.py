@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.artifacts.checks import Checks
+from kvd.worker.attention.fused import short_splits
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
@@ -33,10 +34,11 @@ STAGE_ALONE = 1 / 8
 """Part of a pass that an accelerator computes while the host builds the next part, if no decode
 steps run in between. It is fixed, so that all ranks of a gang launch their sums in the same order.
 """
-_PACKED = (((3,), (128, 6), (64,), (20,), (9,)), ((20,), (9,), (70,), (1,), (64,)))
+_PACKED = (((3,), (192, 6), (64,), (20,), (9,)), ((20,), (9,), (70,), (1,), (64,)))
 """Tokens of the chunks of five rows that packed passes are checked on, in two passes.
 
-In the first one, CUDA attends four rows together (`kvd.worker.attention.packed`).
+In the first one, CUDA attends four rows together (`kvd.worker.attention.packed`). In the second
+one, row 1 has two pages, which two splits can share (`kvd.worker.attention.fused.short_splits`).
 """
 
 COMPILED: FastPathName = "compiled steps"
@@ -165,7 +167,8 @@ class Runner:
                     for chunk in some:
                         self.prefill(row, chunk)
                 rows = [row for row, some in zip(packed, chunks, strict=True) for _ in some]
-                self.prefill_pass(rows, [chunk for some in chunks for chunk in some])
+                with short_splits(cache.stores):
+                    self.prefill_pass(rows, [chunk for some in chunks for chunk in some])
             found = [self.decode(rows, tokens) for rows in (alone, packed)]
             right = self.decode([plain], tokens[:1])
             mx.eval(found, right, cache.arrays())

@@ -38,6 +38,8 @@ class StandIn:
         """Calls of `rotate`, counted in the same way."""
         self.spreads = 0
         """Calls of `spread`: layers of packed prefills."""
+        self.combined = 0
+        """Calls of `attend` with splits."""
         self.unpacks = 0
         """Calls of `unpack`."""
         self.error = error
@@ -127,13 +129,14 @@ class StandIn:
         return mx.ones((1,), mx.int32)
 
     def tiling(self, given: Heads) -> Tiling:
-        return Tiling(64 * given.kv_heads // given.q_heads, warpgroups=False)
+        return Tiling(64 * given.kv_heads // given.q_heads, False, given.kv_heads)
 
     def attend(self, given: Attend) -> mx.array:
         self.launches += 1
         q_heads, kv_heads = given.queries.shape[1], given.keys.shape[1]
         found: dict[int, mx.array] = {}
-        for first, row, count, seen, own, *runs in given.tiles.tolist():
+        entries: dict[int, mx.array] = {}
+        for first, row, count, seen, own, *runs, entry, distance in given.tiles.tolist():
             ahead = max(0, seen + count - 1)
             earlier = [at for one in (0, 2) for at in range(runs[one], runs[one] + runs[one + 1])]
             sides = []
@@ -148,12 +151,29 @@ class StandIn:
                 found[row] = mx.zeros((count, q_heads * values.shape[2]), given.queries.dtype)
                 continue
             queries = given.queries[first : first + count].astype(mx.float32).swapaxes(0, 1)
-            ends = len(earlier) + seen + mx.arange(count)
+            ends = len(earlier) + mx.maximum(0, seen + mx.arange(count))
             scores = queries @ keys.swapaxes(1, 2) * given.scale
             scores = mx.where(mx.arange(keys.shape[1]) < ends[:, None], scores, -mx.inf)
             attended = mx.softmax(scores, axis=-1) @ values
             found[row] = attended.swapaxes(0, 1).flatten(1).astype(given.queries.dtype)
-        return mx.concatenate([found[row] for row in sorted(found)])
+            if entry >= 0:
+                log_sums = mx.logsumexp(scores, axis=-1, keepdims=True)
+                both = mx.concatenate([attended, log_sums], axis=-1).swapaxes(0, 1)
+                entries |= {entry + at * distance: both[at] for at in range(count)}
+        if given.splits is None:
+            return mx.concatenate([found[row] for row in sorted(found)])
+        assert sorted(entries) == [*range(given.splits.entries)]
+        self.launches += 1
+        self.combined += 1
+        shape = given.tokens, q_heads * given.values.shape[2]
+        assert given.splits.rows.shape == (given.tokens, 8)
+        out = mx.zeros(shape, given.queries.dtype)
+        for token, (first, end) in enumerate(given.splits.rows[:, 6:].tolist()):
+            if first < end:
+                some = mx.stack([entries[entry] for entry in range(first, end)])
+                shares = mx.softmax(some[..., -1:], axis=0)
+                out[token] = (shares * some[..., :-1]).sum(0).flatten().astype(out.dtype)
+        return out
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
         self.launches += 1

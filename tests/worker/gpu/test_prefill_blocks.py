@@ -19,7 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.worker.attention.fused import FusedBackend, short_splits
 from kvd.worker.attention.fused_prefill import FusedPass
+from kvd.worker.attention.kernels.arguments import SPLIT_KEYS, Attend, Tiling
+from kvd.worker.attention.pass_layout import PassLayout, Room
 from kvd.worker.cache import device_pages, model_cache, page_store
 from kvd.worker.cache import store as stores
 from kvd.worker.cache.backend import Backend
@@ -32,6 +35,7 @@ from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.store import KVStore
 from kvd.worker.gpu import blocks, joined_linear, products
+from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
@@ -166,6 +170,69 @@ def test_blocks_prefill_like_the_layers_own_code(
     if name == "qwen2" and mx.cuda.is_available():
         pytest.skip("mlx 0.32.4's RoPE fails on CUDA for [64, 8, 1, 16]; both sides use it here")
     Pair(name).run(passes, 1 + max(row for chunks in passes for row, _ in chunks))
+
+
+LONG = [
+    [(0, 300), (1, 200), (2, 64), (3, 9)],
+    [(0, 10), (1, 80), (2, 70)],
+    [(0, 200), (0, 256), (0, 3), (3, 1)],  # row 0: one chunk with and two without splits
+]
+
+
+@pytest.mark.parametrize(
+    ("scratch", "split"),
+    [(256 << 20, 2), (2_700_000, 1)],
+    ids=["one part", "several parts; no room for the splits of row 0"],
+)
+def test_short_chunks_after_many_keys_attend_in_splits(scratch: int, split: int) -> None:
+    pair = Pair("qwen3", scratch=scratch)
+    with short_splits(pair.sides[1].runner.cache.stores):
+        pair.run(LONG, 4)
+    layers = len(pair.sides[1].runner.cache.stores[0].layers)
+    assert pair.kernels.combined == split * layers
+    assert (pair.kernels.unpacks > 2 * layers) == (split < 2)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_check_of_passes_at_a_load_covers_splits(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "token_floor", lambda _: 1)
+    monkeypatch.setattr(runners, "on_cpu", lambda: False)
+    side, kernels = Pair("qwen3").sides[1], StandIn()
+    side.runner.cache.use(page_product, kernels.backend())
+    attend = kernels.attend
+
+    def attended(given: Attend) -> mx.array:
+        found = attend(given)
+        return found * 1.5 if wrong and given.splits is not None else found
+
+    monkeypatch.setattr(kernels, "attend", attended)
+    assert side.runner.pack() != wrong
+    assert kernels.combined > 0
+    store = side.runner.cache.stores[0]
+    assert isinstance(store.backend, FusedBackend)
+    assert store.backend.split_keys == SPLIT_KEYS
+
+
+def test_splits_are_left_out_if_they_do_not_fit_beside_the_copies() -> None:
+    side = Side(build("qwen3")[0], None)
+    side.join(1)
+    store = side.runner.cache.stores[0]
+    row = side.rows[0].rows[0]
+    row.pages = store.pages.take(0, 64)
+    row.length = 4096
+    step = store.begin_packed([row], [10], 16)
+    entries, spare = 10 * 2, 1  # two splits; a token for parts without tails
+    found = [
+        PassLayout.of(step, Room(4096 + 3 * entries + more, 3), Tiling(32, False, 2))
+        for more in (spare, 0)
+    ]
+    splits = [layout.parts[0].splits for layout in found if layout is not None]
+    assert splits[0] is not None
+    assert splits[0].entries == entries
+    assert splits[0].rows[:, 6:].tolist()[9:12] == [[18, 20], [0, 0], [1, 1]]
+    assert splits[1:] == [None]
 
 
 def test_tails_inside_a_pass_are_kept_like_those_of_the_layers_own_code() -> None:

@@ -196,9 +196,8 @@ class Step:
 
     def combine(self, language: Language, parts: Any) -> Launch:
         """Return the second launch, over the first one's output."""
-        return launches.combine_launch(
-            self.shape(), LANGUAGES[language], self.given(), mx.array(parts)
-        )
+        rows = self.rows, self.queries.shape[0], self.sinks
+        return launches.combine_launch(self.shape(), LANGUAGES[language], mx.array(parts), *rows)
 
     def expected(self) -> np.ndarray:
         """Return dense attention, ``[batch, q_heads, L, v_dim]`` float64, zero for the padding."""

@@ -23,7 +23,7 @@ from kvd.worker.gpu import products
 from tests.worker.kernels import cases
 from tests.worker.kernels.decoding import Step
 from tests.worker.kernels.right import assert_right
-from tests.worker.kernels.test_prefill import ATTENDED, check_attend
+from tests.worker.kernels.test_prefill import ATTENDED, check_attend, check_splits
 
 
 def marked() -> float:
@@ -44,11 +44,11 @@ def check_groups() -> None:
     """Check the kernel that only kvd compiles (`kernels.group_products`)."""
 
     def made(make: Callable[[Language, Attend], Launch], given: Attend) -> list[np.ndarray]:
-        (found,) = run(make(CUDA, given), CUDA)
-        return [np.array(found.astype(mx.float32))]
+        return [np.array(found.astype(mx.float32)) for found in run(make(CUDA, given), CUDA)]
 
     for shape in ATTENDED.values():
         check_attend(made, shape, warpgroups=True)
+    check_splits(made, warpgroups=True)
 
 
 def main() -> None:

@@ -109,6 +109,11 @@ def test_chunks_attend_like_float64(shape: test_prefill.Shape) -> None:
     test_prefill.check_attend(made, shape)
 
 
+@pytest.mark.skipif(LANGUAGE is not CUDA, reason="there is a kernel for CUDA only")
+def test_splits_of_chunks_are_combined() -> None:
+    test_prefill.check_splits(made)
+
+
 def test_modules_compiled_by_kvd_are_the_ones_that_run(tmp_path: Path) -> None:
     """In processes of their own, because MLX reads its folder's name once."""
     if not mx.cuda.is_available():

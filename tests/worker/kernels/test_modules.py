@@ -24,6 +24,7 @@ from kvd.worker.artifacts.modules import Modules
 from kvd.worker.artifacts.nvrtc import CompileError, Nvrtc
 from kvd.worker.attention.kernels import kernel_files, launch
 from kvd.worker.attention.kernels.arguments import Attend, Heads, Tiling
+from kvd.worker.attention.kernels.attend import COLUMNS
 from kvd.worker.attention.kernels.fused import Fused
 from kvd.worker.attention.kernels.kernel_files import CudaKernel
 from kvd.worker.attention.kernels.language import CUDA
@@ -209,7 +210,7 @@ def test_a_kernel_that_mlx_cannot_compile_is_used_only_with_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels, heads = Fused(CUDA), Heads(mx.bfloat16, 4, 2, 128, 64, 0.25)
-    warps, warpgroups = Tiling(32, warpgroups=False), Tiling(64, warpgroups=True)
+    warps, warpgroups = Tiling(32, False, 2), Tiling(64, True, 2)
     assert kernels.tiling(heads) == warps
     monkeypatch.setattr(modules, "_current", found := make(tmp_path, Compiler()))
     assert kernels.tiling(heads) == warps
@@ -425,8 +426,8 @@ def test_nvrtc_compiles_the_products(dtype: mx.Dtype, monkeypatch: pytest.Monkey
 def test_nvrtc_compiles_the_kernel_for_chunks(dtype: mx.Dtype, warpgroups: bool) -> None:
     nvrtc = compiler.require()
     vectors, heads = mx.zeros((8, 4, 128), dtype), mx.zeros((8, 2, 128), dtype)
-    tiles, ready = mx.zeros((1, 9), mx.int32), mx.zeros((1,), mx.int32)
-    given = Attend(vectors, *[heads] * 4, ready, tiles, 8, 0.1, warpgroups)
+    tiles, ready = mx.zeros((1, COLUMNS), mx.int32), mx.zeros((1,), mx.int32)
+    given = Attend(vectors, *[heads] * 4, ready, tiles, None, 8, 0.1, warpgroups)
     text = text_of(attend_launch(CUDA, given))
     assert text.symbol.encode() in nvrtc.compile(text.own_text, "sm_90a" if warpgroups else "sm_80")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvd.worker.attention.chunk_tiles import ChunkPlaces, empty_tiles
 from kvd.worker.attention.kernels.arguments import (
     Attend,
     Pack,
@@ -17,12 +19,14 @@ from kvd.worker.attention.kernels.arguments import (
     PutTails,
     Rotation,
     Spread,
+    TileSplits,
     Unpack,
 )
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.attention.kernels.launch_prefill import (
     attend_launch,
+    combine_launch,
     pack_launch,
     put_tails_launch,
     spread_launch,
@@ -357,7 +361,13 @@ ATTENDED = {
 }
 
 
-def check_attend(run_launch: Run, shape: Shape, *, warpgroups: bool = False) -> None:
+def check_attend(
+    run_launch: Run, shape: Shape, *, warpgroups: bool = False, splits: int = 0
+) -> np.ndarray:
+    """Compare with float64; return the result.
+
+    ``splits``: of each chunk; 0: the tiles write the result themselves.
+    """
     padding, vectors = 5, 128 if warpgroups else 64
     batch = sum(count for count, *_ in shape.chunks) + padding
     copies = max(1, sum(one + two for _, _, one, two in shape.chunks))
@@ -371,35 +381,43 @@ def check_attend(run_launch: Run, shape: Shape, *, warpgroups: bool = False) -> 
             (copies + 1, shape.kv_heads, shape.v_dim),
         )
     )
-    tiles, wanted, end, copied, each = (
-        list[tuple[int, ...]](),
-        [],
-        0,
-        0,
-        vectors * shape.kv_heads // shape.q_heads,
-    )
+    tiles, rows, wanted = list[tuple[int, ...]](), dict[int, tuple[int, int]](), []
+    end, copied, entries = 0, 0, 0
+    each = vectors * shape.kv_heads // shape.q_heads
     for count, before, one, two in shape.chunks:
+        result = batch - padding - end - count
         runs = copied, one, copied + one, two
-        for token in range(0, count, each):
-            some = min(each, count - token)
-            where = end + token, batch - padding - end - count + token, some
-            tiles.append((*where, before + token + 1, end - before, *runs))
+        chunk = ChunkPlaces(end, result, count, before, *runs, entries if splits else -1)
+        tiles += chunk.tiles(each, max(1, splits))
+        for token in range(count):
+            rows[result + token] = entries + token * splits, entries + (token + 1) * splits
+        entries += count * splits
         seen = [
             np.concatenate([wide(dense)[copied : copied + one + two], wide(own)[end - before :]])
             for dense, own in ((dense_keys, keys), (dense_values, values))
         ]
         wanted.insert(0, attended(wide(queries)[end : end + count], *seen, one + two + before))
         end, copied = end + count, copied + one + two
-    tiles += [(0, row, 1, 0, 0, 0, 0, 0, 0) for row in range(end, batch)]
+    found = None
+    if splits:
+        bounds = [(*[0] * 6, *rows.get(token, (3, 3))) for token in range(batch)]
+        found = TileSplits(entries, mx.array(bounds, mx.int32))
+    else:
+        tiles += empty_tiles(end, padding, 1)
     given = Attend(
         queries, keys, values, dense_keys, dense_values, mx.array([1], mx.int32),
-        mx.array(tiles[::-1], mx.int32), batch, shape.k_dim**-0.5, warpgroups,
+        mx.array(tiles[::-1], mx.int32), found, batch, shape.k_dim**-0.5, warpgroups,
     )  # fmt: skip
-    (got,) = run_launch(attend_launch, given)
+    got, parts = run_launch(attend_launch, given)
+    if splits:
+        assert np.isfinite(parts).all()
+        (got,) = run_launch(partial(combine_launch, parts=mx.array(parts)), given)
+        got = got.reshape(batch, -1)
     want = np.concatenate(wanted)
     assert np.isfinite(got).all()
     assert np.abs(got[:end] - want).max() <= 2 * BOUNDS[shape.dtype] * np.abs(want).max()
     assert not got[end:].any()
+    return got
 
 
 def attended(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, before: int) -> np.ndarray:
@@ -417,7 +435,30 @@ def attended(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, before: 
 @pytest.mark.parametrize("warpgroups", [False, True], ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("shape", ATTENDED.values(), ids=ATTENDED.keys())
 def test_chunks_attend_like_float64(shape: Shape, warpgroups: bool) -> None:
-    check_attend(lambda make, given: run(make(CUDA, given), "cuda"), shape, warpgroups=warpgroups)
+    check_attend(on_cuda, shape, warpgroups=warpgroups)
+
+
+def on_cuda(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray]:
+    return run(make(CUDA, given), "cuda")
+
+
+SPLIT = Shape(mx.bfloat16, 2, 1, 32, 16, ((33, 0, 192, 5), (2, 0, 64, 0)))
+"""Into three splits, of which two have no key of the second chunk."""
+
+
+def check_splits(run_launch: Run, *, warpgroups: bool = False) -> None:
+    """With one split, all numbers are those without."""
+    whole, one, three = (
+        check_attend(run_launch, SPLIT, warpgroups=warpgroups, splits=splits)
+        for splits in (0, 1, 3)
+    )
+    assert np.array_equal(one, whole)
+    assert not np.array_equal(three, whole)
+
+
+@pytest.mark.parametrize("warpgroups", [False, True], ids=["warps", "warpgroups"])
+def test_splits_of_chunks_are_combined(warpgroups: bool) -> None:
+    check_splits(on_cuda, warpgroups=warpgroups)
 
 
 def check_tails(run_launch: Run, dtype: mx.Dtype) -> None:

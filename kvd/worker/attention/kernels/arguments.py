@@ -9,6 +9,11 @@ import mlx.core as mx
 
 from kvd.worker.cache.backend import LevelPackings
 
+_BLOCKS = 128
+"""Blocks that occupy a large GPU: an H200 has 132 multiprocessors."""
+SPLIT_KEYS = 2048
+"""Fewest keys of a chunk's split. With fewer, combining splits would take longer than it saves."""
+
 
 @dataclass(frozen=True, eq=False)
 class Attention:
@@ -180,17 +185,32 @@ class Attend:
     ready: mx.array
     """The result of the kernel that wrote the copies; any array of int32 if there are none."""
     tiles: mx.array
-    """``[tiles, 9]`` int32. For each tile:
+    """``[tiles, 11]`` int32. For each tile:
 
     0 to 2: index of its first token in the batch, index of that token in the result, and number of
     its tokens. 3, 4: number of the batch's keys that the first token sees, with its own, and index
     of the first of these keys. Token ``i`` of the tile sees ``i`` more; a negative number is none.
-    5, 6: first index and number of keys in the copies, of pages. 7, 8: the same, of a tail."""
+    5, 6: first index and number of keys in the copies, of pages. 7, 8: the same, of a tail.
+    9: index of its first token's entry in the results of splits; -1: none, the tile writes the
+    result. 10: distance to the next token's entry."""
+    splits: TileSplits | None
+    """None: each tile reads all keys of its tokens."""
     tokens: int
     """Number of tokens of the result."""
     scale: float
     warpgroups: bool
     """As `Tiling.warpgroups`, for which the tiles were made."""
+
+
+@dataclass(frozen=True, eq=False)
+class TileSplits:
+    """Where tiles that read some keys of their tokens write what they found."""
+
+    entries: int
+    """Number of entries: one for each token and each of its splits."""
+    rows: mx.array
+    """``[tokens, 8]`` int32, of which `decode.combine_source` reads the last two: indices of the
+    token's first entry, and after its last."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +233,19 @@ class Tiling:
     """Most tokens of a tile."""
     warpgroups: bool
     """Whether four warps multiply together (`kernels.group_products`)."""
+    kv_heads: int
+    split_keys: int = SPLIT_KEYS
+    """Fewest keys of a split."""
+
+    def splits(self, tokens: int, keys: int) -> int:
+        """Return into how many splits the keys before a chunk are divided.
+
+        Each tile and KV head is a block. A short chunk after many keys has too few of them for a
+        large GPU. The number depends on the chunk alone, so that a row gets the same numbers
+        whatever rows share its pass.
+        """
+        blocks = -(-tokens // self.tokens) * self.kv_heads
+        return max(1, min(_BLOCKS // blocks, keys // self.split_keys))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,10 @@ tail), then from the batch. There, a query sees no key after its own ::
     scores   queries x channels   times   channels x 64 keys
     outputs  queries x 64 keys    times   64 keys  x channels
 
+If there are few tiles and many keys, each tile stands for one *split* of its tokens' keys, as in
+`kernels.decode`: it writes an entry for each query vector, and the kernel that combines the splits
+of decode steps combines these too.
+
 Keys and values are loaded while others are multiplied. Sums are float32. Softmax weights are
 rounded to the dtype before they are multiplied, as MLX's dense kernels do.
 
@@ -31,8 +35,10 @@ from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.shape import LANES
 from kvd.worker.attention.kernels.text import Text, literal
 
-COLUMNS = 9
+COLUMNS = 11
 """Numbers of a tile, see `kernels.arguments.Attend`."""
+ENTRY = 9
+"""Index of a tile's first entry among these numbers."""
 _KEYS = 64
 _PIECE_ELEMENTS = 8
 """Elements that are copied at once: 16 bytes."""
@@ -69,6 +75,11 @@ class AttendShape:
             return 0
         fits = all(dim % 16 == 0 and dim <= 128 for dim in (heads.k_dim, heads.v_dim))
         return self.vectors // (heads.q_heads // heads.kv_heads) if fits else 0
+
+
+def entry(heads: Heads) -> int:
+    """Return the floats of an entry: sums of values, maximum (of base-2 logits), total."""
+    return heads.v_dim + 2
 
 
 @lru_cache(256)
@@ -108,6 +119,7 @@ def attend_source(language: Language, shape: AttendShape) -> str:
 constexpr int Q_HEADS = {heads.q_heads}, HEADS = {heads.kv_heads}, GROUP = Q_HEADS / HEADS;
 constexpr int K_DIM = {heads.k_dim}, V_DIM = {heads.v_dim};
 constexpr int PIECE = {_PIECE_ELEMENTS}, COUNT = {_KEYS};
+constexpr int ENTRY = {entry(heads)};
 constexpr float BY = {literal(shape.heads.scale * math.log2(math.e))}, LEAST = -1e30f;
 """)
     text.add(products.MEMORY)
@@ -140,6 +152,7 @@ _TILE = f"""
 const int* tile = tiles + block.x * {COLUMNS};
 const int first = tile[0], result = tile[1], count = tile[2], seen = tile[3], own = tile[4];
 const int pages = tile[5], page_tokens = tile[6], tail = tile[7], tail_tokens = tile[8];
+const int entry = tile[9], distance = tile[10];
 const int head = block.y, g = lane / 4, t = lane % 4;
 const int own_count = max(0, seen + count - 1);
 const int tail_at = (page_tokens + COUNT - 1) / COUNT;
@@ -230,9 +243,22 @@ _WRITE = """
 for (int half = 0; half < 2; ++half) {
 total[half] += SWAP(total[half], 1);
 total[half] += SWAP(total[half], 2);
-const float by = total[half] == 0 ? 0.0f : 1 / total[half];
 const int line = warp * 16 + half * 8 + g, token = line / GROUP;
 if (token >= count) continue;
+if (entry >= 0) {
+float* to = parts
+    + (size_t(entry + token * distance) * Q_HEADS + head * GROUP + line % GROUP) * ENTRY;
+#pragma unroll
+for (int n = 0; n < V_DIM / 8; ++n) {
+to[n * 8 + 2 * t] = sums[n][2 * half];
+to[n * 8 + 2 * t + 1] = sums[n][2 * half + 1];
+}
+if (t == 0) to[V_DIM] = top[half] * BY;
+if (t == 1) to[V_DIM + 1] = total[half];
+continue;
+}
+// As in the kernel that combines splits, so that both round alike.
+const float by = total[half] == 0 ? 0.0f : 1 / total[half];
 uint* to = reinterpret_cast<uint*>(
     out + ((result + token) * Q_HEADS + head * GROUP + line % GROUP) * V_DIM);
 #pragma unroll

@@ -35,6 +35,8 @@ from kvd.worker.cache.scheme import PAGE_TOKENS
 from protocol.pages import TAIL_TOKENS
 
 _LOG2_E = 1.4426950408889634
+ROW_NUMBERS = 8
+"""Numbers of a row (`arguments.Attention.rows`); the last two are the bounds of its splits."""
 _LEAST = "-1e30f"
 """Less than any score; finite, so that its difference from itself is 0 instead of NaN."""
 _FOLD = 75
@@ -235,7 +237,9 @@ if (warp == 0) {{
 }}
 SYNC_BLOCK();
 total = total_of[0];
-if (me < V_DIM) to[me] = T(total == 0 ? 0.0f : sum / total);
+// As in `attend`, so that one split rounds like none.
+const float by = total == 0 ? 0.0f : 1 / total;
+if (me < V_DIM) to[me] = T(sum * by);
 """)
     return str(text)
 

@@ -40,7 +40,7 @@ def _example(heads: Heads) -> launch.Launch:
     )
     tiles, ready = mx.zeros((1, attend.COLUMNS), mx.int32), mx.zeros((1,), mx.int32)
     given = Attend(
-        queries, keys, values, keys, values, ready, tiles, 1, heads.scale, warpgroups=True
+        queries, keys, values, keys, values, ready, tiles, None, 1, heads.scale, warpgroups=True
     )
     return launch_prefill.attend_launch(CUDA, given)
 
@@ -48,7 +48,7 @@ def _example(heads: Heads) -> launch.Launch:
 class Fused:
     """The kernels of decode steps and of prefill passes.
 
-    A call adds one kernel to the graph; `decode_attention` adds two.
+    A call adds one kernel to the graph; `decode_attention` and `attend` may add two.
     """
 
     def __init__(self, language: Language) -> None:
@@ -72,7 +72,8 @@ class Fused:
             tuple(zip(*map(launch.sides_of, given.schemes), strict=True)),
         )
         (parts,) = self._run(launch.split_launch(shape, self.language, given))
-        (out,) = self._run(launch.combine_launch(shape, self.language, given, parts))
+        rows = given.rows, given.queries.shape[0], given.sinks
+        (out,) = self._run(launch.combine_launch(shape, self.language, parts, *rows))
         return out
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
@@ -101,12 +102,15 @@ class Fused:
         for warpgroups in (True, False) if has_group_products() else (False,):
             tokens = attend.AttendShape(given, warpgroups).tile_tokens
             if tokens and (not warpgroups or launch.provide(_example(given))):
-                return Tiling(tokens, warpgroups)
+                return Tiling(tokens, warpgroups, given.kv_heads)
         return None
 
     def attend(self, given: Attend) -> mx.array:
-        (found,) = self._run(launch_prefill.attend_launch(self.language, given))
-        return found
+        out, parts = self._run(launch_prefill.attend_launch(self.language, given))
+        if given.splits is None:
+            return out
+        combine = launch_prefill.combine_launch(self.language, given, parts)
+        return self._run(combine)[0].reshape(given.tokens, -1)
 
     def put_tails(self, given: PutTails) -> tuple[mx.array, mx.array]:
         keys, values = self._run(launch_prefill.put_tails_launch(self.language, given))

@@ -72,18 +72,28 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     )
 
 
-def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx.array) -> Launch:
-    """Return the launch that combines each row's splits, ``[batch, q_heads, L, v_dim]``."""
+def combine_launch(
+    shape: Shape,
+    language: Language,
+    parts: mx.array,
+    rows: mx.array,
+    batch: int,
+    sinks: mx.array | None = None,
+) -> Launch:
+    """Return the launch that combines each row's splits, ``[batch, q_heads, L, v_dim]``.
+
+    ``parts``: the output of `split_launch`. ``rows`` and ``sinks`` are as in `Attention`.
+    """
     text, threads = _combine_text(shape, language), decode.combine_threads(shape)
-    batch, q_heads = given.queries.shape[:2]
-    extra = [] if given.sinks is None else [given.sinks]
+    q_heads = shape.kv_heads * shape.repeats
+    extra = [] if sinks is None else [sinks]
     return Launch(
         name=kernel_name("combine", text),
         input_names=("parts", "rows", *(["sinks"] if extra else [])),
         output_names=("out",),
         source=text,
         header=_header(shape, language),
-        inputs=[parts, given.rows, *extra],
+        inputs=[parts, rows, *extra],
         output_shapes=[(batch, q_heads, shape.queries, shape.v_dim)],
         output_dtypes=[shape.dtype],
         grid=(batch * q_heads * shape.queries * threads, 1, 1),

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels import append, attend, pack, put_tails, spread, unpack
+from kvd.worker.attention.kernels import append, attend, launch, pack, put_tails, spread, unpack
 from kvd.worker.attention.kernels.arguments import (
     Attend,
     Heads,
@@ -19,7 +19,7 @@ from kvd.worker.attention.kernels.arguments import (
 )
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.launch import Launch, kernel_name, sides_of
-from kvd.worker.attention.kernels.shape import Side
+from kvd.worker.attention.kernels.shape import Shape, Side
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 THREADGROUP = (append.THREADS, 1, 1)
@@ -94,12 +94,17 @@ def unpack_launch(language: Language, given: Unpack) -> Launch:
 
 
 def attend_launch(language: Language, given: Attend) -> Launch:
-    """Return the launch whose result is ``[tokens, q_heads * v_dim]``."""
-    (_, q_heads, k_dim), (_, kv_heads, v_dim) = given.queries.shape, given.values.shape
-    dtype = given.queries.dtype
-    shape = attend.AttendShape(
-        Heads(dtype, q_heads, kv_heads, k_dim, v_dim, given.scale), given.warpgroups
-    )
+    """Return the launch of two outputs, of which it writes one.
+
+    The first is the result, ``[tokens, q_heads * v_dim]``. With splits, it is the second one, for
+    `combine_launch`: ``[entries, q_heads, v_dim + 2]`` float32.
+    """
+    heads = _heads_of(given)
+    shape = attend.AttendShape(heads, given.warpgroups)
+    dtype, width = heads.dtype, heads.q_heads * heads.v_dim
+    outputs = [(given.tokens, width), (1,)]
+    if given.splits is not None:
+        outputs = [(1,), (given.splits.entries, heads.q_heads, attend.entry(heads))]
     text = _attend_text(language, shape)
     arrays = {
         "queries": given.queries,
@@ -113,16 +118,29 @@ def attend_launch(language: Language, given: Attend) -> Launch:
     return Launch(
         name=kernel_name("attend", text),
         input_names=tuple(arrays),
-        output_names=("out",),
+        output_names=("out", "parts"),
         source=text,
         header=language.header + attend.header(shape),
         inputs=list(arrays.values()),
-        output_shapes=[(given.tokens, q_heads * v_dim)],
-        output_dtypes=[dtype],
-        grid=(given.tiles.shape[0] * shape.threads, kv_heads, 1),
+        output_shapes=outputs,
+        output_dtypes=[dtype, mx.float32],
+        grid=(given.tiles.shape[0] * shape.threads, heads.kv_heads, 1),
         threadgroup=(shape.threads, 1, 1),
         template=(("T", dtype),),
     )
+
+
+def combine_launch(language: Language, given: Attend, parts: mx.array) -> Launch:
+    """Return the launch that combines the splits, ``[tokens, q_heads, 1, v_dim]``.
+
+    Decode steps use the same kernel. ``parts``: the second output of `attend_launch`.
+    """
+    assert given.splits is not None
+    heads = _heads_of(given)
+    repeats = heads.q_heads // heads.kv_heads
+    dims = heads.k_dim, heads.v_dim, heads.kv_heads, repeats
+    shape = Shape(heads.dtype, *dims, 1, (), (), heads.scale)
+    return launch.combine_launch(shape, language, parts, given.splits.rows, given.tokens)
 
 
 def put_tails_launch(language: Language, given: PutTails) -> Launch:
@@ -167,6 +185,11 @@ def _launch(
         threadgroup=THREADGROUP,
         template=(("T", dtype),),
     )
+
+
+def _heads_of(given: Attend) -> Heads:
+    (_, q_heads, k_dim), (_, kv_heads, v_dim) = given.queries.shape, given.values.shape
+    return Heads(given.queries.dtype, q_heads, kv_heads, k_dim, v_dim, given.scale)
 
 
 def _heads_and_dims(tokens: PassTokens) -> tuple[int, tuple[int, int]]:
