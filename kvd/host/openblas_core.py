@@ -35,7 +35,7 @@ def override(library: Path) -> str | None:
     if VARIABLE in os.environ:
         return None
     fitting = _fitting(CPUINFO)
-    return fitting if fitting and _detected(library) == UNRECOGNIZED else None
+    return fitting if fitting and detected(library) == UNRECOGNIZED else None
 
 
 def _fitting(cpuinfo: Path) -> str | None:
@@ -49,7 +49,7 @@ def _fitting(cpuinfo: Path) -> str | None:
 
 
 @cache
-def _detected(library: Path) -> str | None:
+def detected(library: Path) -> str | None:
     """Return the type that OpenBLAS detects, asked in a process without preloaded libraries."""
     variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     try:

@@ -23,7 +23,7 @@ def machine(monkeypatch, tmp_path):
         cpuinfo = tmp_path / "cpuinfo"
         cpuinfo.write_text(f"processor : 0\nflags\t\t: fpu {flags}\nmodel : 207\n")
         monkeypatch.setattr(openblas_core, "CPUINFO", cpuinfo)
-        monkeypatch.setattr(openblas_core, "_detected", lambda _: detected)
+        monkeypatch.setattr(openblas_core, "detected", lambda _: detected)
         return library
 
     return describe
@@ -65,11 +65,11 @@ def test_without_cpuinfo_no_type_is_chosen(machine, monkeypatch, tmp_path):
 
 @pytest.mark.skipif(blas.choose("auto") is None, reason="no OpenBLAS here")
 def test_the_real_library_names_its_type():
-    detected = openblas_core._detected(blas.choose("auto"))
+    detected = openblas_core.detected(blas.choose("auto"))
 
     assert detected
     assert detected.isalnum()
 
 
 def test_a_library_that_cannot_be_loaded_has_no_type(tmp_path):
-    assert openblas_core._detected(tmp_path / "missing.so") is None
+    assert openblas_core.detected(tmp_path / "missing.so") is None
