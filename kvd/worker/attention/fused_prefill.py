@@ -39,6 +39,7 @@ from kvd.worker.cache.layer import KeptTails, LayerStore, PendingPages
 from kvd.worker.cache.page_tables import EARLIER
 from kvd.worker.cache.steps import PackedPrefill
 from kvd.worker.cache.store import KVStore
+from protocol.memory_bounds import PARTS_ALIVE
 
 OWN_BUFFERS = 10
 """Arrays that the `unpack` kernel reads or writes besides the pools."""
@@ -130,18 +131,19 @@ class FusedPass:
         tokens = PassTokens(keys, values, layer.tail_keys, layer.tail_values)
         filled = self._pack(layer, tokens)
         cache.notify_appended()
-        found = list[mx.array]()
+        found, last_read = list[mx.array](), keys
         for part in self.layout.parts:
             dense, ready = (keys, values), part.tiles
             if part.copies is not None and self.copies is not None:
                 dense = self.copies
-                after = found[-1] if found else keys
-                ready = self._unpack(layer, tokens, part.copies, filled, after)
+                ready = self._unpack(layer, tokens, part.copies, filled, last_read)
             given = Attend(
                 queries, keys, values, *dense, ready, part.tiles, part.splits, part.tokens,
                 self.heads.scale, self.layout.tiling.warpgroups,
             )  # fmt: skip
             found.append(self.kernels.attend(given))
+            if part.copies is not None:
+                last_read = found[-1]
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def _pack(self, layer: LayerStore, tokens: PassTokens) -> dict[int, list[mx.array]]:
@@ -210,7 +212,8 @@ def _pass_of(
         store.scratch.limit // geometry.dense_bytes(1),
         MOST_ELEMENTS // (heads.kv_heads * max(dims)),
     )
-    entry_bytes = 4 * heads.q_heads * attend.entry(heads)
+    # Several layers' results exist at once, as in decode steps.
+    entry_bytes = PARTS_ALIVE * 4 * heads.q_heads * attend.entry(heads)
     room = Room(most_copied, -(-entry_bytes // geometry.dense_bytes(1)))
     layout = PassLayout.of(step, room, replace(tiling, split_keys=backend.split_keys))
     if layout is None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import add
 
@@ -70,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Room:
-    """Limit of the memory that a part takes, in tokens of copies."""
+    """Limit of a pass's memory, in tokens of copies."""
 
     tokens: int
     per_entry: int
@@ -112,14 +112,20 @@ class PassLayout:
     copy_tokens: int
     """Number of tokens of the largest copies of a part."""
     room_tokens: int
-    """What the largest part takes: its copies, and the results of its splits."""
+    """What the pass takes: the copies, and the most entries of a part."""
     tiling: Tiling
 
     @staticmethod
     def of(step: PackedPrefill, room: Room, tiling: Tiling) -> PassLayout | None:
-        """Return the layout of a pass; None if the copies of a row exceed the room."""
-        found = _Planner(step, room, tiling).layout()
-        return found if found.room_tokens <= room.tokens else None
+        """Return the layout of a pass; None if the copies of a row exceed the room.
+
+        There are no splits if they do not fit beside the copies.
+        """
+        for splits in (True, False):
+            found = _Planner(step, room, tiling, splits=splits).layout()
+            if found.room_tokens <= room.tokens:
+                return found
+        return None
 
 
 @dataclass
@@ -156,20 +162,11 @@ class _PartPlan:
     def add_chunk(self, chunk: ChunkPlaces, most: int, splits: int) -> None:
         """Add a chunk, in tiles of at most ``most`` tokens."""
         self.tiles += chunk.tiles(most, splits)
+        self.has_splits |= splits > 1
         entries = chunk.count * splits
         self.bounds.append((range(self.entries, self.entries + entries, splits), splits))
         self.entries += entries
         self.tokens += chunk.count
-
-    def fits(self, room: Room, copied: int, entries: int, *, has_splits: bool) -> bool:
-        """Return whether a row with these copies and entries fits into the part."""
-        taken = self.size + copied
-        if self.has_splits or has_splits:
-            taken += room.per_entry * (self.entries + entries)
-        return taken <= room.tokens
-
-    def taken(self, room: Room) -> int:
-        return self.size + (room.per_entry * self.entries if self.has_splits else 0)
 
     def part(self) -> Part:
         levels = tuple(sorted(set(self.paged[::PAGE_NUMBERS])))
@@ -201,9 +198,8 @@ class _PartPlan:
 
 
 class _Planner:
-    def __init__(self, step: PackedPrefill, room: Room, tiling: Tiling) -> None:
-        self._room = replace(room, tokens=room.tokens - 1)  # a part without tails gets one more
-        self._tiling = tiling
+    def __init__(self, step: PackedPrefill, room: Room, tiling: Tiling, *, splits: bool) -> None:
+        self._room, self._tiling, self._splits = room, tiling, splits
         self._pages: dict[int, array[int]] = defaultdict(lambda: array("i"))
         self._slots, self._tails = list[int](), list[list[int]]()
         self._kept = list[list[int]]()
@@ -224,16 +220,17 @@ class _Planner:
         locations = page_locations(row)
         for number in new:
             locations.extend((EARLIER + row.level, number, 0))
-        part, splits = self._part_for(len(locations) // PAGE_NUMBERS * PAGE_TOKENS, steps)
+        part = self._part_for(len(locations) // PAGE_NUMBERS * PAGE_TOKENS, steps)
         paged, seen = part.add_pages(locations), PAGE_TOKENS * len(row.pages)
-        for step, count in zip(steps, splits, strict=True):
+        for step in steps:
             outside = bool(tail) and tail[0] < 0
             copied = part.size, len(tail) if outside else 0
             if outside:
                 part.add_tokens(tail)
             before = 0 if outside else len(tail)
             places = self._end, part.tokens, step.count, before, paged, seen, *copied
-            part.add_chunk(ChunkPlaces(*places, part.entries), self._tiling.tokens, count)
+            splits = self._tiling.splits(step.count, seen) if self._splits else 1
+            part.add_chunk(ChunkPlaces(*places, part.entries), self._tiling.tokens, splits)
             tail += range(self._end, self._end + step.count)
             self._end += step.count
             full = step.new_pages * PAGE_TOKENS
@@ -245,24 +242,13 @@ class _Planner:
         self._slots.append(row.slot)
         self._tails.append(tail)
 
-    def _part_for(self, paged: int, steps: Sequence[PrefillStep]) -> tuple[_PartPlan, list[int]]:
-        """Return the part for a row, and the number of splits of its chunks.
-
-        A part is begun if need be. ``paged``: tokens in the row's pages after the pass.
-        """
-        part, copied = self._parts[-1], paged + sum(step.tail_length for step in steps)
-        seen, splits = PAGE_TOKENS * len(steps[0].row.pages), list[int]()
-        for step in steps:
-            splits.append(self._tiling.splits(step.count, seen))
-            seen += PAGE_TOKENS * step.new_pages
-        entries = sum(step.count * count for step, count in zip(steps, splits, strict=True))
-        has_splits = max(splits) > 1
-        if part.tokens and not part.fits(self._room, copied, entries, has_splits=has_splits):
+    def _part_for(self, paged: int, steps: Sequence[PrefillStep]) -> _PartPlan:
+        """Return the part for a row with ``paged`` tokens in pages; begin one if need be."""
+        part, most = self._parts[-1], paged + sum(step.tail_length for step in steps)
+        # A part without tails gets one token more.
+        if part.size and part.size + most > self._room.tokens - 1:
             self._parts.append(part := _PartPlan())
-        if not part.fits(self._room, copied, entries, has_splits=has_splits):
-            return part, [1] * len(steps)
-        part.has_splits |= has_splits
-        return part, splits
+        return part
 
     def _add_padding(self, count: int) -> None:
         """Add tiles for tokens without keys, whose results are zeros."""
@@ -275,6 +261,8 @@ class _Planner:
 
     def layout(self) -> PassLayout:
         lengths = [*map(len, self._tails)]
+        copied = max(part.size for part in self._parts)
+        entries = max(part.entries if part.has_splits else 0 for part in self._parts)
         tails = chain.from_iterable([*self._tails, *self._kept])
         return PassLayout(
             {level: to_mlx(places) for level, places in self._pages.items() if places},
@@ -285,8 +273,8 @@ class _Planner:
                 spans_of(self._kept, sum(lengths)),
             ),
             tuple(part.part() for part in self._parts),
-            max(part.size for part in self._parts),
-            max(part.taken(self._room) for part in self._parts),
+            copied,
+            copied + self._room.per_entry * entries,
             self._tiling,
         )
 
