@@ -141,11 +141,14 @@ class Modules:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.with_suffix(".txt").write_bytes(functions)
-            path.write_bytes(module)
+            whole = path.with_suffix(".new")  # another thread may be about to read the file
+            whole.write_bytes(module)
+            whole.replace(path)
         except OSError as error:
             self._failed.add(name)
-            with suppress(OSError):
-                path.unlink()
+            for left in (path, path.with_suffix(".new")):
+                with suppress(OSError):
+                    left.unlink()
             _log.warning("MLX compiles %s again: %s", name, error)
 
     def restore(self) -> None:
@@ -156,21 +159,30 @@ class Modules:
                 self._restored.add(name.decode())
                 self._put(name.decode(), functions, module)
 
+    @property
+    def has_restored(self) -> bool:
+        """Whether there were modules of MLX's own operations."""
+        return bool(self._restored)
+
+    def adopt(self, folder: Path) -> None:
+        """Place modules of MLX's own operations that another process has compiled in ``folder``.
+
+        It must have run them.
+        """
+        for name, functions, module in _modules_in(folder):
+            if not (self.folder / f"{name}.ptx").exists():
+                self._put(name, functions, module)
+
     def keep(self) -> None:
         """Store the modules of MLX's own operations that this process has compiled.
 
         MLX must have run them, so that their files are complete.
         """
-        for path in self.folder.rglob("*.ptx"):
-            name = str(path.relative_to(self.folder).with_suffix(""))
-            if name in self._known or name in self._restored:
-                continue
-            try:
-                parts = name.encode(), path.with_suffix(".txt").read_bytes(), path.read_bytes()
-            except OSError:
-                continue
-            self._restored.add(name)
-            self._stored.put(self._prefix + digest_of(name), b"\0".join(parts))
+        for name, *parts in _modules_in(self.folder):
+            if name not in self._known and name not in self._restored:
+                self._restored.add(name)
+                content = b"\0".join([name.encode(), *parts])
+                self._stored.put(self._prefix + digest_of(name), content)
 
     @property
     def _prefix(self) -> str:
@@ -223,6 +235,14 @@ def activate(progress: ReportProgress) -> None:
     found.restore()
     os.environ[FOLDER_VARIABLE] = str(folder)
     _current = found
+
+
+def _modules_in(folder: Path) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield the names of modules, the names of their functions, and their code."""
+    for path in folder.rglob("*.ptx"):
+        name = str(path.relative_to(folder).with_suffix(""))
+        with suppress(OSError):
+            yield name, path.with_suffix(".txt").read_bytes(), path.read_bytes()
 
 
 def process_folder(root: Path) -> Path:

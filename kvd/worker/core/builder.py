@@ -35,7 +35,14 @@ from kvd.worker.sampling import direct_draws, sampler
 from kvd.worker.scheduling.admission import Admission
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
-from kvd.worker.serving import bit_choice, calibration, loading, model_files, probe
+from kvd.worker.serving import (
+    bit_choice,
+    calibration,
+    loading,
+    mlx_modules,
+    model_files,
+    probe,
+)
 from kvd.worker.serving.bit_choice import LayerBits
 from kvd.worker.serving.check_key import open_checks
 from kvd.worker.serving.describe import costs_of, dtype_name
@@ -107,6 +114,7 @@ def load_model(
         limit.start()
     path = model_files.resolve(command.source, progress)
     headers = model_files.inspect(path)
+    mlx_modules.start(headers.config, alone=gang is None)
     progress("waiting for memory", 0.05)
     needed = loading.load_bytes(headers, command, packed=native.library is not None)
     loading.require_grant(ask_grant, needed, "weights and scratch")
@@ -133,7 +141,6 @@ def load_model(
     weights_bytes = mx.get_active_memory()
     progress("checking attention", 0.8)
     serving = _serve(_probe(plan, headers, command, loaded), command, loaded, progress, gang)
-    found = None if command.segments_folder is None else fingerprint(headers)
     rules = find_rules(
         path,
         loaded.config,
@@ -148,7 +155,7 @@ def load_model(
         native=native.status or ("on" if loaded.own_products else None),
         weights_bytes=weights_bytes if serving.sums is None else serving.sums.active,
         text=text,
-        fingerprint=found,
+        fingerprint=None if command.segments_folder is None else fingerprint(headers),
         embedding_rules=rules,
         compiler=compiler,
     )
@@ -258,6 +265,7 @@ def _check_runner(served: probe.Served, checks: Checks) -> Checks:
     served.runner.interleave(checks)
     served.runner.split_head(checks)
     if on_cuda():
+        mlx_modules.finish()
         sampler.compile_modules()
         if isinstance(cache := served.runner.cache, ModelCache):
             layers = [layer for store in cache.stores for layer in store.layers]
