@@ -62,4 +62,4 @@ def test_streams_continue_to_the_byte_after_a_kill_9(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_of_a_model_continue_to_the_byte_after_a_kill_9(demo: Live, kind: str) -> None:
-    assert len(list(kill_in_parts(demo, kind, 3))) == 3
+    assert len(list(kill_in_parts(demo, kind, 2))) == 2

@@ -22,9 +22,9 @@ from tests.worker.cache.worlds import WORLDS
 
 pytestmark = pytest.mark.mlx
 
-CI_STEPS = 6_000
+CI_STEPS = 4_000
 STEPS = int(os.environ.get("KVD_STATE_STEPS", CI_STEPS))
-EXAMPLES_A_ROUND = 12
+EXAMPLES_A_ROUND = 8
 """Three rounds of each world make `CI_STEPS` and few more."""
 STEPS_AN_EXAMPLE = 40
 """Operations of an example, including its start."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.breadth import part_of
 from tests.worker.gang.gang import GangProcesses
 from tests.worker.gang.models import save
 from tests.worker.gang.test_gang import Single, pair, run
@@ -77,11 +78,18 @@ def test_divided_layers_run_as_kernels(model):
     assert info.fused.layers == info.layers
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [(WRONG, "logits"), (BROKEN, "no such device")],
-    ids=["wrong", "broken"],
+    ("change", "reason", "rank"),
+    part_of(
+        [
+            (WRONG, "logits", 0),
+            (WRONG, "logits", 1),
+            (BROKEN, "no such device", 0),
+            (BROKEN, "no such device", 1),
+        ],
+        3,
+    ),
+    ids=str,
 )
 def test_kernels_that_fail_on_one_rank_are_used_on_none(model, rank, change, reason):
     source, expected = model

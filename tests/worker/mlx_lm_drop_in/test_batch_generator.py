@@ -16,6 +16,7 @@ from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache
 from kvd.worker.mlx_lm_drop_in.quantize_kv import QuantizedKV, quantize_kv
 from kvd.worker.serving.seam import scaled_dot_product_attention
 from protocol.kv import KVSpec
+from tests.breadth import part_of
 from tests.worker import shallow
 from tests.worker.architectures.zoo import build
 from tests.worker.core.driver import Driver
@@ -97,7 +98,8 @@ def test_batch_generator_gives_the_engines_tokens(scheme, quantized) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "gemma4_text", "olmo3"]
+    "name",
+    part_of(["qwen3", "llama", "gemma3_text", "olmo3", "gpt_oss", "mixtral", "gemma4_text"], 2),
 )
 def test_dense_pages_give_mlx_lms_logits(name, quantized) -> None:
     model, config = build(name)
