@@ -6,7 +6,8 @@ own operations, which MLX does keep, are stored with them once the model is load
 
 MLX trusts every file in its folder. So each process has a folder of its own, which it fills with
 verified entries, and other processes' half-written files are never read. A process holds a lock in
-its folder; folders without a holder are deleted by the next process.
+its folder; folders without a holder are deleted by the next process. Modules that a child process
+has compiled for this one are copied (`Modules.adopt`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock, get_ident
 
 import mlx.core as mx
 
@@ -71,7 +73,7 @@ class Modules:
         self.architecture = architecture
         self._compile = compile_text
         self._key = key
-        self._progress = progress
+        self.progress = progress
         self._stored = stored
         self.folder = folder
         self._known: set[str] = set()
@@ -83,6 +85,7 @@ class Modules:
         """Modules that were compiled because the store did not have them."""
         self._failed: set[str] = set()
         """Modules that could not be compiled or placed."""
+        self._adopting = Lock()
 
     def provide(self, text: KernelText) -> bool:
         """Place a kernel's module where MLX looks for it; return whether it is there.
@@ -117,7 +120,7 @@ class Modules:
                 _, left = wait(started, timeout=0)
                 while left:
                     stage = f"compiling {len(started) - len(left)} of {len(started)}"
-                    self._progress(stage, fraction)
+                    self.progress(stage, fraction)
                     _, left = wait(left, timeout=PROGRESS_S)
         for one in started:
             one.result()
@@ -140,15 +143,10 @@ class Modules:
         path = self.folder / f"{name}.ptx"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.with_suffix(".txt").write_bytes(functions)
-            whole = path.with_suffix(".new")  # another thread may be about to read the file
-            whole.write_bytes(module)
-            whole.replace(path)
+            _write(path.with_suffix(".txt"), functions)
+            _write(path, module)
         except OSError as error:
             self._failed.add(name)
-            for left in (path, path.with_suffix(".new")):
-                with suppress(OSError):
-                    left.unlink()
             _log.warning("MLX compiles %s again: %s", name, error)
 
     def restore(self) -> None:
@@ -164,24 +162,27 @@ class Modules:
         """Whether there were modules of MLX's own operations."""
         return bool(self._restored)
 
-    def adopt(self, folder: Path) -> None:
-        """Place modules of MLX's own operations that another process has compiled in ``folder``.
+    def adopt(self, folder: Path, names: Iterable[str]) -> None:
+        """Place modules of MLX's own operations that a child process has compiled in ``folder``.
 
-        It must have run them.
+        The child must have run them, so that their files are complete.
         """
-        for name, functions, module in _modules_in(folder):
-            if not (self.folder / f"{name}.ptx").exists():
-                self._put(name, functions, module)
+        for name in names:
+            with self._adopting, suppress(OSError):
+                if not (self.folder / f"{name}.ptx").exists():
+                    self._put(name, *_read(folder / f"{name}.ptx"))
 
     def keep(self) -> None:
         """Store the modules of MLX's own operations that this process has compiled.
 
         MLX must have run them, so that their files are complete.
         """
-        for name, *parts in _modules_in(self.folder):
-            if name not in self._known and name not in self._restored:
+        for name in names_in(self.folder):
+            if name in self._known or name in self._restored:
+                continue
+            with suppress(OSError):
+                content = b"\0".join([name.encode(), *_read(self.folder / f"{name}.ptx")])
                 self._restored.add(name)
-                content = b"\0".join([name.encode(), *parts])
                 self._stored.put(self._prefix + digest_of(name), content)
 
     @property
@@ -237,12 +238,25 @@ def activate(progress: ReportProgress) -> None:
     _current = found
 
 
-def _modules_in(folder: Path) -> Iterator[tuple[str, bytes, bytes]]:
-    """Yield the names of modules, the names of their functions, and their code."""
-    for path in folder.rglob("*.ptx"):
-        name = str(path.relative_to(folder).with_suffix(""))
-        with suppress(OSError):
-            yield name, path.with_suffix(".txt").read_bytes(), path.read_bytes()
+def names_in(folder: Path) -> set[str]:
+    """Return the names of the modules in a folder."""
+    return {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.ptx")}
+
+
+def _read(path: Path) -> tuple[bytes, bytes]:
+    """Return the names of a module's functions, and its code."""
+    return path.with_suffix(".txt").read_bytes(), path.read_bytes()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that other threads see whole."""
+    whole = path.with_suffix(f"{path.suffix}.{get_ident()}")
+    try:
+        whole.write_bytes(content)
+        whole.replace(path)
+    except OSError:
+        whole.unlink(missing_ok=True)
+        raise
 
 
 def process_folder(root: Path) -> Path:
@@ -255,12 +269,12 @@ def process_folder(root: Path) -> Path:
     running.mkdir(mode=0o700, exist_ok=True)
     _delete_left_behind(running)
     new = Path(tempfile.mkdtemp(prefix=".", dir=running))
-    _lock(new)  # held until the process ends
+    lock(new)  # held until the process ends
     return new.replace(running / f"{os.getpid()}-{new.name[1:]}")
 
 
-def _lock(folder: Path) -> int:
-    """Return a descriptor that holds the folder's lock. Raises ``OSError`` if another has it."""
+def lock(folder: Path) -> int:
+    """Return a descriptor that holds a folder's lock. Raises ``OSError`` if another has it."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -276,6 +290,6 @@ def _delete_left_behind(running: Path) -> None:
             age = time.time() - folder.stat().st_mtime
             if folder.name.startswith(".") and age < _UNLOCKED_S:
                 continue  # another process creates it
-            handle = _lock(folder)
+            handle = lock(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(handle)
