@@ -1,4 +1,4 @@
-"""Tests with many similar cases run a part of them, or all with ``KVD_TESTS=all``."""
+"""Selects a part of a test's similar cases; ``KVD_TESTS=all`` selects all."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ MLX's own BLAS on Linux is many times slower, so tests that compute run with Ope
 installed. They run with the kernels for this machine's processor: an inherited processor type is
 dropped, because kernels of another type round differently, and are slower.
 
-There is one exception. With OpenBLAS's kernels for Haswell and Zen, a row of a product rounds
-differently at each place in the batch (0.3.21). Models without kvd's own operations then cannot be
-exact to the bit, as tests require. Those for Sandy Bridge take twice as long, and do not do this.
+There is one exception. The kernels of OpenBLAS 0.3.21 for Haswell and Zen round a row of a product
+differently at each place in the batch, so models without kvd's own operations fail tests that
+compare bits. On these processors tests use the kernels for Sandy Bridge, which round alike at every
+place and take twice as long.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvd.worker.attention.kernels.attend import ENTRY
+from kvd.worker.attention.kernels.attend import ENTRY_COLUMN
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 
@@ -19,9 +19,9 @@ class ChunkPlaces:
     """Index of that token in the result."""
     count: int
     before: int
-    """How many tokens of the batch, right before the chunk, it sees."""
+    """Number of the batch's tokens before it that it sees; they are directly before it."""
     pages: int
-    """Index of its row's first page in the copies."""
+    """Index of the first token of its row's pages in the copies."""
     page_tokens: int
     tail: int = 0
     """Index of the tail in the copies."""
@@ -57,4 +57,4 @@ def empty_tiles(result: int, count: int, most: int) -> Iterator[tuple[int, ...]]
     """Yield tiles without keys, whose results are zeros: for tokens from ``result`` on."""
     for token in range(0, count, most):
         some = min(most, count - token)
-        yield 0, result + token, some, 1 - some, *[0] * (ENTRY - 4), -1, 1
+        yield 0, result + token, some, 1 - some, *[0] * (ENTRY_COLUMN - 4), -1, 1

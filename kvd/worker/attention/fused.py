@@ -107,7 +107,7 @@ class FusedBackend:
     most_buffers: int
     """Most arrays that one kernel may read and write on this device."""
     split_keys: int = SPLIT_KEYS
-    """Fewest keys of a split of a chunk of a pass."""
+    """Fewest keys of a split of a prefill chunk."""
 
     def decode(
         self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
@@ -237,7 +237,7 @@ class FusedStep:
 
 @contextmanager
 def short_splits(stores: Iterable[KVStore]) -> Iterator[None]:
-    """Let chunks of passes have splits after few keys, so that a short check covers these too."""
+    """Let chunks have splits of one page, so that a short check covers these too."""
     backends = [(store, store.backend) for store in stores]
     for store, backend in backends:
         if isinstance(backend, FusedBackend):

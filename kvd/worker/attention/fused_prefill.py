@@ -213,7 +213,7 @@ def _pass_of(
         MOST_ELEMENTS // (heads.kv_heads * max(dims)),
     )
     # Several layers' results exist at once, as in decode steps.
-    entry_bytes = PARTS_ALIVE * 4 * heads.q_heads * attend.entry(heads)
+    entry_bytes = PARTS_ALIVE * 4 * heads.q_heads * attend.vector_floats(heads)
     room = Room(most_copied, -(-entry_bytes // geometry.dense_bytes(1)))
     layout = PassLayout.of(step, room, replace(tiling, split_keys=backend.split_keys))
     if layout is None:

@@ -14,12 +14,12 @@ tokens. It has two chunks in the pass ::
     A        p p p p q q q u                            from v on
 
 Each layer overwrites the copies. If the copies of all rows do not fit into the scratch together,
-the rows are divided into *parts*. One `unpack` and one `attend` process a part, one part after
-another. A row is never divided.
+the rows are divided into *parts*, which are processed one after another. A row is never divided.
 
-If a short chunk sees many pages, its tiles occur several times, each with some of the pages: in as
-many *splits* (`Tiling.splits`). The last one has the tail and the chunk, too. If a part has such
-tiles, all its tokens have entries in the results of splits, one per split.
+A short chunk after many pages is divided into *splits* (`Tiling.splits`): its tiles are repeated
+for each split, with a share of the pages. The last split also has the tail and the chunk. If a
+chunk of a part has splits, all tokens of the part write *entries*, one per split, and one more
+kernel combines them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import mlx.core as mx
 
 from kvd.worker.attention.chunk_tiles import ChunkPlaces, empty_tiles
 from kvd.worker.attention.kernels.arguments import TileSplits, Tiling
-from kvd.worker.attention.kernels.attend import COLUMNS, ENTRY
+from kvd.worker.attention.kernels.attend import COLUMNS, ENTRY_COLUMN
 from kvd.worker.attention.kernels.decode import ROW_NUMBERS
 from kvd.worker.cache.page_tables import EARLIER, PAGE_NUMBERS, page_locations, to_mlx
 from kvd.worker.cache.pass_places import by_row, spans_of
@@ -58,7 +58,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that are attended by one kernel."""
+    """Rows that are attended together."""
 
     tokens: int
     """Number of their tokens in the batch. The last part has the batch's padding, too."""
@@ -70,11 +70,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Room:
-    """Limit of a pass's memory, in tokens of copies."""
+    """Limit of a pass's memory. Its unit is the memory of one copied token."""
 
     tokens: int
     per_entry: int
-    """What an entry of the results of splits takes."""
+    """What an entry takes, in all layers whose entries exist at once."""
 
 
 @dataclass
@@ -112,20 +112,21 @@ class PassLayout:
     copy_tokens: int
     """Number of tokens of the largest copies of a part."""
     room_tokens: int
-    """What the pass takes: the copies, and the most entries of a part."""
+    """What the pass takes, in the unit of `Room`: the copies, and the entries of all parts."""
     tiling: Tiling
 
     @staticmethod
     def of(step: PackedPrefill, room: Room, tiling: Tiling) -> PassLayout | None:
-        """Return the layout of a pass; None if the copies of a row exceed the room.
+        """Return the layout of a pass; None if the copies of one row exceed the room.
 
-        There are no splits if they do not fit beside the copies.
+        The pass has no splits if their entries do not fit beside the copies.
         """
-        for splits in (True, False):
-            found = _Planner(step, room, tiling, splits=splits).layout()
-            if found.room_tokens <= room.tokens:
-                return found
-        return None
+        found = _Planner(step, room, tiling, splits=True).layout()
+        if found.copy_tokens > room.tokens:
+            return None
+        if found.room_tokens > room.tokens:
+            found = _Planner(step, room, tiling, splits=False).layout()
+        return found
 
 
 @dataclass
@@ -139,7 +140,7 @@ class _PartPlan:
     tokens: int = 0
     tiles: list[tuple[int, ...]] = field(default_factory=list)
     entries: int = 0
-    """Number of entries of its tokens, if it has splits."""
+    """Number of entries of its tokens; they are used only if ``has_splits``."""
     bounds: list[tuple[range, int]] = field(default_factory=list)
     """The first entries of each chunk's tokens, and how many each token has."""
     has_splits: bool = False
@@ -184,7 +185,7 @@ class _PartPlan:
         self.tiles.sort(key=lambda tile: -(tile[3] + tile[6] + tile[8]))
         numbers = array("i", chain.from_iterable(self.tiles))
         if not self.has_splits:
-            numbers[ENTRY::COLUMNS] = array("i", [-1]) * len(self.tiles)
+            numbers[ENTRY_COLUMN::COLUMNS] = array("i", [-1]) * len(self.tiles)
         tiles = to_mlx(numbers).reshape(-1, COLUMNS)
         return Part(self.tokens, tiles, self._splits() if self.has_splits else None, copies)
 
@@ -262,7 +263,7 @@ class _Planner:
     def layout(self) -> PassLayout:
         lengths = [*map(len, self._tails)]
         copied = max(part.size for part in self._parts)
-        entries = max(part.entries if part.has_splits else 0 for part in self._parts)
+        entries = sum(part.entries for part in self._parts if part.has_splits)
         tails = chain.from_iterable([*self._tails, *self._kept])
         return PassLayout(
             {level: to_mlx(places) for level, places in self._pages.items() if places},

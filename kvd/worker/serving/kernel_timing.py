@@ -1,9 +1,9 @@
 """Times one layer's decode attention on this device, in kernels and in plain operations.
 
 On CUDA, MLX compiles most of the plain operations when they first run, one after another, about
-five seconds each. So kernels that are nearly as fast as dense attention are not compared there:
-plain operations read the same pages, and take several times as long as dense attention (2 to 6
-times on an H200).
+five seconds each. So kernels within `DENSE_LIMIT` of dense attention are not compared there: plain
+operations read the same pages, and take several times as long as dense attention (2 to 6 times on
+an H200).
 
 The step has the layer's own heads, and four rows of a few thousand keys, in pages of zeros. Several
 calls are evaluated at once, and each depends on the one before it.
@@ -35,8 +35,8 @@ CALLS = 8
 REPEATS = 5
 DENSE_LIMIT = 4.0
 """Kernels that take less than so many times as long as dense attention are not compared with plain
-operations on CUDA. At these sizes, launches take as long as their work: dense attention has one,
-kernels have two, plain operations a dozen."""
+operations on CUDA. They have two launches, dense attention has one, plain operations a dozen. Above
+2, plain operations might be faster; to find out, MLX would compile two modules for 10 s."""
 
 _Attend = Callable[[mx.array], mx.array]
 """Attention of queries ``[ROWS, q_heads, 1, k_dim]``, lazy."""

@@ -1,4 +1,4 @@
-"""Ten thousand random operations on a model's whole cache, compared with dense rows.
+"""Thousands of random operations on a model's whole cache, compared with dense rows.
 
 After every operation, contents, lengths, levels, reference counts, bytes and states agree with
 `tests.worker.cache.model`. Some operations also compare attention over pages or rectangles with

@@ -218,7 +218,7 @@ def test_splits_are_left_out_if_they_do_not_fit_beside_the_copies() -> None:
         row.pages = store.pages.take(0, 64)
         row.length = 4096
     step = store.begin_packed(rows, [9, 10], 24)
-    copies, entries = 4096 + 1, 10 * 2  # a token for a part without tails; two splits
+    copies, entries = 4096 + 1, (9 + 10) * 2  # a token for a part without tails; two splits
     fits, too_small = (
         PassLayout.of(step, Room(copies + 3 * entries - less, 3), Tiling(32, False, 2))
         for less in (0, 1)

@@ -8,9 +8,9 @@ tail), then from the batch. There, a query sees no key after its own ::
     scores   queries x channels   times   channels x 64 keys
     outputs  queries x 64 keys    times   64 keys  x channels
 
-If there are few tiles and many keys, each tile stands for one *split* of its tokens' keys, as in
-`kernels.decode`: it writes an entry for each query vector, and the kernel that combines the splits
-of decode steps combines these too.
+If there are few tiles and many keys, each tile stands for one *split* of its tokens' keys. For each
+query vector it writes sums of values, the maximum and the total, as `kernels.decode` does, whose
+second kernel combines them.
 
 Keys and values are loaded while others are multiplied. Sums are float32. Softmax weights are
 rounded to the dtype before they are multiplied, as MLX's dense kernels do.
@@ -37,7 +37,7 @@ from kvd.worker.attention.kernels.text import Text, literal
 
 COLUMNS = 11
 """Numbers of a tile, see `kernels.arguments.Attend`."""
-ENTRY = 9
+ENTRY_COLUMN = 9
 """Index of a tile's first entry among these numbers."""
 _KEYS = 64
 _PIECE_ELEMENTS = 8
@@ -77,8 +77,8 @@ class AttendShape:
         return self.vectors // (heads.q_heads // heads.kv_heads) if fits else 0
 
 
-def entry(heads: Heads) -> int:
-    """Return the floats of an entry: sums of values, maximum (of base-2 logits), total."""
+def vector_floats(heads: Heads) -> int:
+    """Return the floats of a query vector in an entry: sums, maximum (of base-2 logits), total."""
     return heads.v_dim + 2
 
 
@@ -119,7 +119,7 @@ def attend_source(language: Language, shape: AttendShape) -> str:
 constexpr int Q_HEADS = {heads.q_heads}, HEADS = {heads.kv_heads}, GROUP = Q_HEADS / HEADS;
 constexpr int K_DIM = {heads.k_dim}, V_DIM = {heads.v_dim};
 constexpr int PIECE = {_PIECE_ELEMENTS}, COUNT = {_KEYS};
-constexpr int ENTRY = {entry(heads)};
+constexpr int VECTOR_FLOATS = {vector_floats(heads)};
 constexpr float BY = {literal(shape.heads.scale * math.log2(math.e))}, LEAST = -1e30f;
 """)
     text.add(products.MEMORY)
@@ -247,7 +247,7 @@ const int line = warp * 16 + half * 8 + g, token = line / GROUP;
 if (token >= count) continue;
 if (entry >= 0) {
 float* to = parts
-    + (size_t(entry + token * distance) * Q_HEADS + head * GROUP + line % GROUP) * ENTRY;
+    + (size_t(entry + token * distance) * Q_HEADS + head * GROUP + line % GROUP) * VECTOR_FLOATS;
 #pragma unroll
 for (int n = 0; n < V_DIM / 8; ++n) {
 to[n * 8 + 2 * t] = sums[n][2 * half];

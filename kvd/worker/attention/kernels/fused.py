@@ -48,7 +48,7 @@ def _example(heads: Heads) -> launch.Launch:
 class Fused:
     """The kernels of decode steps and of prefill passes.
 
-    A call adds one kernel to the graph; `decode_attention` and `attend` may add two.
+    A call adds one kernel to the graph; `decode_attention` adds two, as `attend` does with splits.
     """
 
     def __init__(self, language: Language) -> None:

@@ -94,17 +94,17 @@ def unpack_launch(language: Language, given: Unpack) -> Launch:
 
 
 def attend_launch(language: Language, given: Attend) -> Launch:
-    """Return the launch of two outputs, of which it writes one.
+    """Return the launch that attends.
 
-    The first is the result, ``[tokens, q_heads * v_dim]``. With splits, it is the second one, for
-    `combine_launch`: ``[entries, q_heads, v_dim + 2]`` float32.
+    It writes one of its two outputs: ``out`` without splits, ``[tokens, q_heads * v_dim]``, and
+    ``parts`` with splits, ``[entries, q_heads, v_dim + 2]`` float32, for `combine_launch`.
     """
     heads = _heads_of(given)
     shape = attend.AttendShape(heads, given.warpgroups)
     dtype, width = heads.dtype, heads.q_heads * heads.v_dim
     outputs = [(given.tokens, width), (1,)]
     if given.splits is not None:
-        outputs = [(1,), (given.splits.entries, heads.q_heads, attend.entry(heads))]
+        outputs = [(1,), (given.splits.entries, heads.q_heads, attend.vector_floats(heads))]
     text = _attend_text(language, shape)
     arrays = {
         "queries": given.queries,
