@@ -36,7 +36,6 @@ def from_systemd(
     names += [""] * (count - len(names))
     found: dict[str, list[socket.socket]] = {}
     for fd, name in zip(range(first, first + count), names, strict=False):
-        os.set_inheritable(fd, False)
         if (listener := _listening(fd)) is not None:
             found.setdefault(_known_name(name, listener), []).append(_prepared(listener))
     return found
@@ -61,6 +60,10 @@ def from_launchd(libsystem: Any = None) -> dict[str, list[socket.socket]]:
 
 def _listening(fd: int) -> socket.socket | None:
     """Return the listening socket of a descriptor; close anything else."""
+    try:
+        os.set_inheritable(fd, False)
+    except OSError:  # something between systemd and the daemon has closed it
+        return None
     try:
         listener = socket.socket(fileno=fd)
     except OSError:

@@ -141,12 +141,22 @@ def test_sockets_without_known_names_are_assigned_by_their_kind(passed, names):
 
 
 def test_sockets_for_another_process_and_files_are_not_used(tmp_path):
-    first = _three_free()
-    assert from_systemd({"LISTEN_PID": "1", "LISTEN_FDS": "1"}, first) == {}
     with (tmp_path / "f").open("w") as file:
+        first = _three_free()
+        assert from_systemd({"LISTEN_PID": "1", "LISTEN_FDS": "1"}, first) == {}
         os.dup2(file.fileno(), first)
-    assert from_systemd({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}, first) == {}
-    assert _is_free(first)
+        assert from_systemd({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}, first) == {}
+        assert _is_free(first)
+
+
+def test_closed_descriptors_are_passed_over(passed):
+    os.close(passed)
+    variables = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "3",
+                 "LISTEN_FDNAMES": "kvd:http:http"}  # fmt: skip
+    found = from_systemd(variables, passed)
+    assert {name: len(of_it) for name, of_it in found.items()} == {"http": 2}
+    for one in found["http"]:
+        one.close()
 
 
 class Libsystem:
