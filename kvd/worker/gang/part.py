@@ -14,7 +14,6 @@ from kvd.worker.artifacts import modules
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
-from kvd.worker.device import on_cpu
 from kvd.worker.engine import ReportProgress
 from kvd.worker.gang import records
 from kvd.worker.gang.agreed_checks import AgreedChecks
@@ -24,7 +23,6 @@ from kvd.worker.native import activation
 from kvd.worker.process import shortage
 from kvd.worker.serving import calibration, loading, model_files, probe, seam
 from kvd.worker.serving.bit_choice import choose_bits
-from kvd.worker.serving.rounding import batch_floor
 from kvd.worker.serving.runner import Runner
 from protocol.errors import UnsupportedModel
 from protocol.worker import LoadModel
@@ -87,8 +85,6 @@ def serve_part(
 ) -> probe.Served:
     """Choose how to serve the model, together with all ranks; raises `UnsupportedModel`."""
     require_equal(peers, "the cache's settings", repr((settings.store_schemes, settings.mixes)))
-    if on_cpu():  # the probe's batches are padded to it, and a collective needs equal shapes
-        require_equal(peers, "the smallest batch", batch_floor(loaded.model))
     checks = AgreedChecks(peers)
     served = loading.serve(loaded, settings, library, _ignore_progress, checks)
     runner = served.runner

@@ -66,6 +66,7 @@ from kvd.worker.serving.check_cases import (
     plain_cases,
     unquantized,
 )
+from kvd.worker.serving.rounding import MinBatch, batch_floor
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 from protocol.errors import UnsupportedModel
@@ -200,10 +201,14 @@ def serve(
         return _own(model, vocab_size, str(unknown))
     reasons: dict[Kind, str] = {}
     alone = ""
+    checks = checks or Checks()
+    # It takes products with each weight, and one attempt has several runners.
+    measure = partial(checks.result, "batch floor", partial(batch_floor, model), int)
+    min_batch: MinBatch = cache(measure)
     for way in _ways(layout):
         try:
-            kept = (checks or Checks()).under(str(way))
-            attempt = _Attempt(model, layout, settings, way, vocab_size, reasons, kept)
+            kept = checks.under(str(way))
+            attempt = _Attempt(model, layout, settings, way, vocab_size, reasons, kept, min_batch)
             served = _try_way(attempt, library, kernels)
         except SelfCheckFailed as refused:
             for kind, access in way.access.items():
@@ -259,11 +264,12 @@ class _Attempt:
     reasons: Mapping[Kind, str]
     """Why kinds are not on pages, as far as other ways have shown."""
     kept: Checks
+    min_batch: MinBatch
 
     def runner(self, settings: CacheSettings) -> Runner:
         way = self.way
         cache = ModelCache(self.layout, settings, access=way.access, batched=way.batched)
-        return Runner(self.model, cache)
+        return Runner(self.model, cache, self.min_batch)
 
     @cached_property
     def served(self) -> Runner:

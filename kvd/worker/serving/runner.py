@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
 from kvd.worker.device import on_cpu
 from kvd.worker.serving import fast_paths
 from kvd.worker.serving.compiled import CompiledDecode, obstacle
-from kvd.worker.serving.rounding import MOST_TOKENS, agree, batch_floor, token_floor
+from kvd.worker.serving.rounding import MOST_TOKENS, MinBatch, agree, batch_floor, token_floor
 from kvd.worker.serving.split_head import SplitHead
 from kvd.worker.serving.step_inputs import StepInputs
 from protocol import memory_bounds
@@ -43,9 +44,11 @@ one, row 1 has two pages, which two splits can share (`kvd.worker.attention.fuse
 
 COMPILED: FastPathName = "compiled steps"
 PACKED: FastPathName = "packed prefill"
+_used = attrgetter("used")
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 """What a model's Python code raises for arguments that it does not support."""
 
+AnyCache = ModelCache | MlxLmCache
 Row = Any
 """A sequence of the runner's cache: `SequenceRow` or `OwnRow`."""
 
@@ -56,7 +59,7 @@ class Runner:
     draws_late = True
     """Whether a decode step may draw fewer rows than it was launched with."""
 
-    def __init__(self, model: Any, cache: ModelCache | MlxLmCache) -> None:
+    def __init__(self, model: Any, cache: AnyCache, min_batch: MinBatch | None = None) -> None:
         self.model = model
         self.cache: Any = cache
         self.paths: dict[FastPathName, FastPath] = {}
@@ -67,7 +70,8 @@ class Runner:
         )
         self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
         # With `Access.RECTANGLES`, rounding depends on the other rows even with padding.
-        self._min_batch = batch_floor(model) if on_cpu() and paged and cache.batched else 1
+        min_batch = min_batch or partial(batch_floor, model)
+        self._min_batch = min_batch() if on_cpu() and paged and cache.batched else 1
         """Smaller batches are padded to this many rows, so that all round alike."""
         self._head: SplitHead | None = None
         """Computes logits in parts; None: the logits of a chunk are computed at once."""
@@ -303,12 +307,12 @@ class Runner:
                 self.cache.wait()
 
     def _divided(self, stages: Stages | None) -> AbstractContextManager[None]:
-        divided: AbstractContextManager[None] = nullcontext()
-        if stages is not None:
-            divided = self.cache.stages(stages.share, stages.run)
-        elif not on_cpu() and isinstance(self.cache, ModelCache) and self.cache.can_pack:
-            divided = self.cache.stages(STAGE_ALONE, _start, starts_early=True)
-        return divided
+        cache = self.cache
+        if stages is None and (on_cpu() or not isinstance(cache, ModelCache) or not cache.can_pack):
+            return nullcontext()
+        if stages is None:
+            return cache.stages(STAGE_ALONE, _start, starts_early=True)
+        return cache.stages(stages.share, stages.run)
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:
         """Return the chunks of each pass: one pass, unless a row's chunks need separate ones."""
@@ -485,10 +489,6 @@ class Runner:
             logits = self.model(tokens[:, None], cache=self.cache.views(rows))[:, -1]
         self.cache.end_pass()
         return logits[:count]
-
-
-def _used(choice: FastPath) -> bool:
-    return choice.used
 
 
 def _some_tokens(count: int) -> list[int]:
