@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.breadth import part_of
 from tests.sim.day import Day
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", part_of([1, 4], 2))
 def test_a_day_of_mixed_traffic(seed: int) -> None:
     day = Day(seed)
     day.run()

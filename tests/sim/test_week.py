@@ -8,10 +8,13 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.breadth import ALL
 from tests.sim.week import Week
 
-SEEDS = 16
-GROUPS = 4
+SEEDS = 16 if ALL else 8
+GROUPS = SEEDS // 4
+PLACED_SEEDS = 4 if ALL else 2
+"""Seeds of weeks on two devices. Each such week has every event that its test looks for."""
 
 
 def counts_of(seeds: Iterable[int], **options: int) -> Counter[str]:
@@ -51,14 +54,14 @@ def test_weeks_of_mixed_traffic(group: int) -> None:
 
 def test_weeks_on_two_devices() -> None:
     """Three models on each device: one of them is over both."""
-    counts = counts_of(range(1, 5), devices=2)
+    counts = counts_of(range(1, 1 + PLACED_SEEDS), devices=2)
     for event in ("reclaim precision", "reclaim preempt", "evicted", "held", "start level"):
         assert counts[event] > 0, f"no {event}"
 
 
 def test_weeks_on_a_host_with_room_for_three_processes() -> None:
     """All five models together have six."""
-    counts = counts_of(range(1, 5), devices=2, processes=3)
+    counts = counts_of(range(1, 1 + PLACED_SEEDS), devices=2, processes=3)
     for event in ("evict", "hold", "let_go", "first", "tight", "calm"):
         assert counts[f"event {event} for the host"] > 0, f"no {event}"
     assert counts["event evict"] > counts["event evict for the host"]
