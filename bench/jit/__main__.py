@@ -1,6 +1,6 @@
 """Lists the modules that MLX would compile on CUDA while kvd loads a model and answers, by phase.
 
-    python -m bench.jit [--kv k8v8] [--calibrate] [--json FILE]
+    python -m bench.jit [--kv k8v8] [--shape demo] [--calibrate] [--json FILE]
 
 ``--calibrate``: lists the modules of `kvctl calibrate` instead.
 
@@ -64,7 +64,7 @@ def _words(seed: int) -> str:
     return " ".join(draw.choice(words) for _ in range(40))
 
 
-def measure(kv: str) -> Keys:
+def measure(kv: str, shape: str) -> Keys:
     """Load a small model as on CUDA, and answer requests; return the keys of each phase.
 
     A key appears only in the first phase that needs it. Call it before `mlx.nn` is imported.
@@ -81,7 +81,7 @@ def measure(kv: str) -> Keys:
         from tests.worker.core.driver import Driver
 
         path = Path(name, "model")
-        shapes.write("demo", mx.bfloat16, path, LAYERS)
+        shapes.write(shape, mx.bfloat16, path, LAYERS)
         probed = mock.patch.dict(os.environ, {FOLDER_VARIABLE: name})  # so that layers are probed
         with probed, as_cuda(patched.opaque), phases(recorder):
             with recorder.phase("load"):
@@ -108,7 +108,7 @@ def measure(kv: str) -> Keys:
     return recorder.found
 
 
-def measure_calibration() -> Keys:
+def measure_calibration(shape: str) -> Keys:
     """Calibrate a small model as on CUDA; return the keys. Call it before `mlx.nn` is imported."""
     recorder = Recorder()
     patched = Patched(recorder)
@@ -120,7 +120,7 @@ def measure_calibration() -> Keys:
         from protocol.kv import KVSpec, schemes_of
 
         path = Path(name, "model")
-        shapes.write("demo", mx.bfloat16, path, LAYERS)
+        shapes.write(shape, mx.bfloat16, path, LAYERS)
         with as_cuda(patched.opaque), phases(recorder), recorder.phase(CALIBRATION):
             schemes, floor = schemes_of(KVSpec()), fidelity.Floor()
             calibrate.calibrate(str(path), schemes, floor, lambda *_: None, count=1, tokens=400)
@@ -132,10 +132,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kv", default="k8v8")
+    parser.add_argument("--shape", default="demo", help="of bench.gpu; keys do not depend on it")
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = measure_calibration() if options.calibrate else measure(options.kv)
+    if options.calibrate:
+        found = measure_calibration(options.shape)
+    else:
+        found = measure(options.kv, options.shape)
     for phase, keys in found.items():
         print(f"{phase}: {len(keys)}", *keys, sep="\n  ")
     if options.json is not None:

@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def recorded(file: Path, *options: str) -> dict[str, list[str]]:
     """Run in another process, because MLX's functions are replaced before mlx.nn is imported."""
-    command = [sys.executable, "-m", "bench.jit", *options, "--json", str(file)]
+    command = [sys.executable, "-m", "bench.jit", "--shape", "tiny", *options, "--json", str(file)]
     subprocess.run(command, check=True)
     modules: dict[str, list[str]] = json.loads(file.read_text())["modules"]
     return modules
