@@ -53,6 +53,14 @@ def short() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="module")
+def models() -> Iterator[Path]:
+    """A folder of random weights: measurements of the same shape share them."""
+    folder = Path(tempfile.mkdtemp(prefix="kvd-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize("dry", [False, True], ids=["full", "dry"])
 @pytest.mark.parametrize("one", EVERY.values(), ids=EVERY)
 def test_each_module_accepts_its_options(
@@ -253,9 +261,9 @@ def test_results_of_dry_runs_are_kept_apart(
     # The first measurement of each module
     {one.module: one.name for one in reversed(EVERY.values()) if one.module not in TESTED}.values(),
 )
-def test_each_measurement_runs_on_a_cpu(name: str, short: Path) -> None:
+def test_each_measurement_runs_on_a_cpu(name: str, short: Path, models: Path) -> None:
     out = short / "out"
-    where = ["--out", str(out), "--models", str(short), "--disk", str(short), "--data", str(short)]
+    where = ["--out", str(out), "--models", str(models), "--disk", str(short), "--data", str(short)]
     assert runner.main(["--dry", "--only", name, *where]) == 0
     found = json.loads((out / "summary.json").read_text())["measurements"][name]
 
