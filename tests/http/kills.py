@@ -1,6 +1,6 @@
 """Kills of a real worker in the middle of reasoning, of JSON and of a call, and what streams show.
 
-`tests/http/test_kills.py` has three kills of each kind. More of them:
+`tests/http/test_kills.py` has two kills of each kind. More of them:
 
     python -m tests.http.kills --kills 10
 
