@@ -53,22 +53,22 @@ def test_a_gang_is_loaded_shown_and_unloaded_as_one_model(daemon: Daemon):
     assert daemon.model_names() == []
 
 
-@pytest.mark.parametrize(
-    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSEGV), (2, signal.SIGKILL)]
-)
-def test_streams_survive_the_death_of_any_rank(daemon: Daemon, rank, number):
-    first = load(daemon, tps=50)
-    readers = [Reader(daemon, "m", f"{i}", max_tokens=60, seed=i).begun() for i in range(2)]
-    os.kill(first[rank], number)
-    for seed, reader in enumerate(readers):
-        assert reader.finished().error is None
-        read = reader.completion
-        assert (read.text, read.tokens) == expected(daemon, f"{seed}", 60, seed)
-    assert gone(first)
-    assert daemon.model("m").restarts == 1
-    assert not set(first) & set(pids(daemon))
-    (end,) = [it for it in daemon.log() if it["event"] == "worker_exit"]
-    assert (end["rank"], end["returncode"]) == (rank, -number)
+def test_streams_survive_the_death_of_any_rank(daemon: Daemon):
+    right = [expected(daemon, f"{seed}", 60, seed) for seed in range(2)]
+    load(daemon, tps=50)
+    deaths = [(0, signal.SIGKILL), (1, signal.SIGSEGV), (2, signal.SIGKILL)]
+    for count, (rank, number) in enumerate(deaths, 1):
+        first = pids(daemon)
+        readers = [Reader(daemon, "m", f"{i}", max_tokens=60, seed=i).begun() for i in range(2)]
+        os.kill(first[rank], number)
+        for reader, tokens in zip(readers, right, strict=True):
+            assert reader.finished().error is None
+            assert (reader.completion.text, reader.completion.tokens) == tokens
+        assert gone(first)
+        assert daemon.model("m").restarts == count
+        assert not set(first) & set(pids(daemon))
+    ends = [it for it in daemon.log() if it["event"] == "worker_exit"]
+    assert [(it["rank"], it["returncode"]) for it in ends] == [(r, -n) for r, n in deaths]
 
 
 @pytest.mark.parametrize("rank", [0, 2])
