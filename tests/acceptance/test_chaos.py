@@ -56,6 +56,7 @@ def test_streams_of_a_gang_have_the_tokens_of_one_process() -> None:
             tokens=60,
             seed=2,
             ranks=2,
+            model=shallow.path(),
         )
     )
 
