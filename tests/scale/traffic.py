@@ -131,13 +131,13 @@ def converse(client: httpx.Client, salt: str, session: int, *, by_header: bool) 
 
 
 def converse_all(client: httpx.Client, salt: str, *, by_header: bool = False) -> Hits:
-    """Hold 24 conversations of 6 requests, 6 at once; ``by_header``: with a session in a header."""
+    """Hold 12 conversations of 6 requests, 6 at once; ``by_header``: with a session in a header."""
 
     def hold(number: int) -> Hits:
         return converse(client, salt, number, by_header=by_header)
 
     with ThreadPoolExecutor(6) as pool:
-        return sum(pool.map(hold, range(24)), Hits())
+        return sum(pool.map(hold, range(12)), Hits())
 
 
 @dataclass
