@@ -1,7 +1,6 @@
 """Settings, fixtures and order of all tests.
 
-Several processes run the test files, so the longest files come first. A file runs in one process,
-except `SPREAD`.
+Several processes run the test files, each of which runs in one, so the longest files come first.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling, Scheduling
 
 from kvd.host.home import Home
 
@@ -44,93 +41,95 @@ of 0.1.
 """
 LONGEST = (
     "worker/architectures/test_caches.py",
+    "worker/core/test_idle.py",
+    "worker/gpu/test_prefill_blocks.py",
     "process/test_gangs.py",
+    "http/test_kills.py",
+    "acceptance/test_prefix_faults.py",
+    "page/test_page.py",
+    "worker/kernels/test_decode.py",
+    "acceptance/test_chaos.py",
+    "worker/kernels/test_prefill.py",
+    "worker/architectures/test_zoo.py",
     "worker/cache/test_segment_records.py",
     "bench/test_gpu_all.py",
-    "worker/serving/test_bit_probe.py",
-    "worker/attention/test_starts.py",
-    "worker/gang/test_kernels.py",
-    "http/test_kills.py",
-    "worker/cache/test_state_machine.py",
-    "acceptance/test_chaos.py",
-    "acceptance/test_gang.py",
-    "process/test_workers.py",
-    "acceptance/test_prefix_faults.py",
-    "worker/core/test_packed_prefill.py",
-    "sim/test_daemon_day.py",
-    "scale/test_nginx.py",
-    "worker/kernels/test_decode.py",
-    "acceptance/test_first_light.py",
-    "worker/cache/test_snapshot.py",
-    "worker/mlx_lm_drop_in/test_batch_generator.py",
-    "worker/tools/test_calibrate.py",
-    "page/test_page.py",
-    "worker/cache/test_peak_memory.py",
-    "process/test_start_and_stop.py",
-    "process/test_kvctl.py",
-    "worker/grammar/test_requests.py",
-    "bench/test_jit.py",
-    "worker/grammar/test_accelerator_steps.py",
     "worker/attention/test_prefill.py",
-    "sim/test_week.py",
-    "worker/mlx_lm_drop_in/test_state_machine.py",
-    "service/test_systemd.py",
-    "worker/tools/test_fidelity.py",
-    "worker/gang/test_gang_ends.py",
-    "worker/gang/test_architectures.py",
-    "fuzz/test_fuzz.py",
-    "worker/gang/test_ring.py",
-    "bench/test_ssd.py",
-    "acceptance/test_encrypted_prefixes.py",
+    "worker/core/test_packed_prefill.py",
+    "acceptance/test_first_light.py",
+    "worker/serving/test_bit_probe.py",
+    "worker/cache/test_state_machine.py",
+    "worker/tools/test_calibrate.py",
+    "worker/mlx_lm_drop_in/test_batch_generator.py",
+    "worker/cache/test_peak_memory.py",
+    "scale/test_nginx.py",
     "worker/core/test_segment_store.py",
-    "worker/prefix/test_prefix_hits.py",
-    "worker/serving/test_probe.py",
-    "test_readme.py",
-    "worker/cache/test_step_down.py",
-    "metrics/test_export.py",
-    "worker/core/test_mlx_engine.py",
-    "service/test_commands.py",
-    "worker/gang/test_campaign.py",
-    "http/test_launched_agents.py",
-    "worker/cache/test_pages.py",
-    "worker/grammar/test_late_rows.py",
-    "worker/core/test_fused.py",
-    "test_packaging.py",
-    "doctor/test_selftest.py",
+    "worker/cache/test_snapshot.py",
+    "worker/gang/test_architectures.py",
+    "process/test_kvctl.py",
+    "worker/mlx_lm_drop_in/test_state_machine.py",
+    "worker/gang/test_gang_ends.py",
     "worker/core/test_requests.py",
-    "worker/architectures/test_zoo.py",
+    "worker/prefix/test_prefix_hits.py",
+    "worker/core/test_mlx_engine.py",
+    "worker/cache/test_step_down.py",
+    "worker/attention/test_windows.py",
+    "bench/test_jit.py",
+    "process/test_start_and_stop.py",
+    "test_readme.py",
     "worker/core/test_step_down.py",
-    "worker/cache/test_snapshot_records.py",
-    "process/test_kvctl_tools.py",
-    "worker/process/test_memory_limit.py",
-    "worker/core/test_segment_families.py",
-    "http/test_launch.py",
-    "worker/core/test_preemption.py",
-    "worker/gang/test_divided_layers.py",
-    "bench/test_soak.py",
-    "test_docker.py",
+    "sim/test_week.py",
+    "bench/test_ssd.py",
+    "worker/core/test_fused.py",
+    "worker/tools/test_fidelity.py",
+    "worker/kernels/test_modules.py",
     "acceptance/test_prefixes_at_unload.py",
-    "acceptance/test_idle_memory.py",
+    "worker/kernels/test_draw.py",
+    "worker/gang/test_kernels.py",
+    "worker/core/test_preemption.py",
+    "worker/gang/test_campaign.py",
+    "worker/core/test_interleaving.py",
+    "worker/cache/test_store.py",
+    "acceptance/test_explain.py",
+    "process/test_workers.py",
+    "test_packaging.py",
+    "worker/serving/test_probe.py",
+    "worker/attention/test_packed.py",
+    "worker/cache/test_snapshot_records.py",
+    "acceptance/test_gang.py",
+    "sim/test_daemon_day.py",
+    "worker/serving/test_compiled.py",
+    "worker/mlx_lm_drop_in/test_conversions.py",
+    "worker/grammar/test_late_rows.py",
+    "worker/grammar/test_requests.py",
+    "worker/text/test_fast_tokenizer.py",
+    "worker/serving/test_check_key.py",
+    "worker/test_lean_imports.py",
+    "worker/core/test_faults.py",
+    "worker/core/test_segment_families.py",
+    "service/test_systemd.py",
+    "doctor/test_selftest.py",
+    "acceptance/test_pressure.py",
+    "worker/serving/test_bit_choice.py",
+    "worker/serving/test_kernel_plan.py",
+    "worker/core/test_embeddings.py",
+    "worker/native/test_portable.py",
+    "worker/text/test_real_tokenizers.py",
+    "worker/serving/test_kernel_check.py",
+    "process/test_kvctl_tools.py",
+    "worker/tools/test_bench_kv.py",
+    "worker/process/test_memory_limit.py",
+    "worker/cache/test_shared_pages_of_choices.py",
+    "bench/test_memory_limits.py",
+    "test_docker.py",
+    "worker/core/faulty_disk/test_faults.py",
+    "worker/gang/test_divided_layers.py",
+    "worker/native/test_whole_layers.py",
+    "bench/test_kv.py",
 )
 """Test files that take 9 s of CPU time, or that wait as long, about the longest first.
 
 One that began last would delay the end of the run. The other files take up to 9 s each.
 """
-
-SPREAD = "tests/sim/test_daemon_day.py::"
-"""Tests of this file share nothing, so they run in any process. One alone took 30 s of CPU time."""
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
-    return Files(config, log) if config.getoption("dist") == "loadfile" else None
-
-
-class Files(LoadFileScheduling):
-    """Distributes whole files, except `SPREAD`."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -124,7 +124,7 @@ class Lent:
     ("name", "how", "held"),
     [
         (*case, held)
-        for case, held in part_of([*itertools.product(CASES, (0, 64, 192, 320, 640))], 2)
+        for case, held in part_of([*itertools.product(CASES, (0, 64, 192, 320, 640))], 3)
     ],
 )
 def test_a_row_is_extended_from_any_length(name: str, how: str, held: int) -> None:

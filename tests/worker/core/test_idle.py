@@ -16,6 +16,7 @@ from kvd.worker.core.interleaving import Interleaving
 from protocol.kv import KVSpec
 from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import MemoryRequested, Report
+from tests.breadth import ALL, part_of
 from tests.worker import shallow
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import prompt_of
@@ -142,14 +143,14 @@ def test_waves_of_prompts_behind_many_cached_pages_seldom_copy_them(copied: list
 
 
 @pytest.mark.usefixtures("small_slab")
-@pytest.mark.parametrize("tokens", [230, 330, 500])
+@pytest.mark.parametrize("tokens", part_of([230, 330, 500], 2))
 def test_waves_that_leave_no_pages_copy_pools_in_the_first_ones_only(
     copied: list[int], tokens: int
 ) -> None:
     """Together, the eight rows of a wave need a third to a half of the pages that are cached."""
     driver = Driver(shallow.path(), kv=KVSpec(16, 16))
     serve(driver, [prompt_of(9700, 1)])
-    for wave in range(5):
+    for wave in range(5 if ALL else 4):
         if wave == 3:
             copied.clear()
         prompts = [prompt_of(120, 10 + 8 * wave + seed) for seed in range(8)]

@@ -37,6 +37,7 @@ from kvd.worker.cache.backend import schemes_of
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from protocol.pages import TAIL_TOKENS
+from tests.breadth import ALL
 from tests.worker.kernels import build
 from tests.worker.kernels.run import check_rules, run
 from tests.worker.kernels.test_rotate import rotated_in_float64
@@ -432,10 +433,21 @@ def attended(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, before: 
     return found.reshape(len(queries), -1)
 
 
-@pytest.mark.parametrize("warpgroups", [False, True], ids=["warps", "warpgroups"])
-@pytest.mark.parametrize("shape", ATTENDED.values(), ids=ATTENDED.keys())
-def test_chunks_attend_like_float64(shape: Shape, warpgroups: bool) -> None:
-    check_attend(on_cuda, shape, warpgroups=warpgroups)
+BOTH_WAYS = {"groups of 16", "no groups"}
+"""Shapes with the most and the fewest heads in a group, and several chunks."""
+
+
+@pytest.mark.parametrize(
+    ("name", "warpgroups"),
+    [
+        (name, warpgroups)
+        for number, name in enumerate(ATTENDED)
+        for warpgroups in (False, True)
+        if ALL or name in BOTH_WAYS or number % 2 == warpgroups
+    ],
+)
+def test_chunks_attend_like_float64(name: str, warpgroups: bool) -> None:
+    check_attend(on_cuda, ATTENDED[name], warpgroups=warpgroups)
 
 
 def on_cuda(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray]:

@@ -51,7 +51,7 @@ from tests.worker.mlx_lm_drop_in.dense import (
 
 pytestmark = pytest.mark.mlx
 
-CI_STEPS = 10_000
+CI_STEPS = 6_000
 STEPS = int(os.environ.get("KVD_DROPIN_STEPS", CI_STEPS))
 STEPS_AN_EXAMPLE = 50
 MOST_CACHES, MOST_ROWS, MOST_TOKENS = 6, 4, 500
