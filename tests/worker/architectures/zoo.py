@@ -41,7 +41,10 @@ ALIKE = (
     *("deepseek_v3", "kimi_k25", "kimi_vl", "glm4_moe_lite"),
 )
 PART = sorted((ZOO.keys() - set(ALIKE)) | set(part_of(ALIKE, 5)))
-"""Models that the tests run: every fifth of `ALIKE`, and all others. KVD_TESTS=all runs all."""
+"""Models with all tests: every fifth of `ALIKE`, and all others. `KVD_TESTS=all` gives all.
+
+The other models are only loaded, which checks their logits.
+"""
 
 # Model files that cannot run here, and why.
 NOT_RUNNABLE: dict[str, str] = {
