@@ -307,12 +307,12 @@ class Runner:
                 self.cache.wait()
 
     def _divided(self, stages: Stages | None) -> AbstractContextManager[None]:
-        cache = self.cache
-        if stages is None and (on_cpu() or not isinstance(cache, ModelCache) or not cache.can_pack):
-            return nullcontext()
-        if stages is None:
-            return cache.stages(STAGE_ALONE, _start, starts_early=True)
-        return cache.stages(stages.share, stages.run)
+        divided: AbstractContextManager[None] = nullcontext()
+        if stages is not None:
+            divided = self.cache.stages(stages.share, stages.run)
+        elif not on_cpu() and isinstance(self.cache, ModelCache) and self.cache.can_pack:
+            divided = self.cache.stages(STAGE_ALONE, _start, starts_early=True)
+        return divided
 
     def _prefill_passes(self, rows: list[Row]) -> list[slice]:
         """Return the chunks of each pass: one pass, unless a row's chunks need separate ones."""

@@ -18,6 +18,7 @@ from protocol.framing import decode_command, encode_frame
 from protocol.kv import KVSpec
 from protocol.types import Sampling
 from protocol.worker import Submit
+from tests.breadth import ALL
 from tests.worker import shallow
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import prompt_of
@@ -280,7 +281,7 @@ def test_a_deadline_ends_a_request_in_any_state(demo: Driver) -> None:
         assert errors[rid].code == "deadline_exceeded"
 
 
-MIXED = 120
+MIXED = 120 if ALL else 70
 
 
 @pytest.mark.slow
@@ -312,7 +313,7 @@ def test_mixed_requests_get_the_same_output_alone_and_in_random_batches(demo: Dr
             assert outcome.tokens == alone[rid].tokens[: len(outcome.tokens)]
         else:
             assert_same(outcome, alone[rid])
-    assert 4 < len(cancelled) < MIXED / 2
+    assert MIXED / 30 < len(cancelled) < MIXED / 2
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
