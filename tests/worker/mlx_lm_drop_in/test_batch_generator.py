@@ -99,7 +99,7 @@ def test_batch_generator_gives_the_engines_tokens(scheme, quantized) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    part_of(["qwen3", "llama", "gemma3_text", "olmo3", "gpt_oss", "mixtral", "gemma4_text"], 3),
+    part_of(["gpt_oss", "llama", "gemma3_text", "qwen3", "mixtral", "olmo3", "gemma4_text"], 3),
 )
 def test_dense_pages_give_mlx_lms_logits(name, quantized) -> None:
     model, config = build(name)
