@@ -171,11 +171,6 @@ class RecordReader:
             self.close()
             raise
 
-    @property
-    def next_nbytes(self) -> int:
-        """Bytes of the next record; 0 at the end."""
-        return 0 if self._length & _END else self._length
-
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
