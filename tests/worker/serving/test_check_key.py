@@ -14,7 +14,7 @@ from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.core.engine import MLXEngine
 from kvd.worker.native import build
-from kvd.worker.serving import check_key, model_files, rounding, runner, selfcheck
+from kvd.worker.serving import check_key, model_files, probe, rounding, runner, selfcheck
 from protocol.kv import KVSpec
 from protocol.types import ModelInfo
 from protocol.worker import Grant, LoadModel
@@ -50,6 +50,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selfcheck, "_run", fail)
     monkeypatch.setattr(runner, "agree", fail)
     monkeypatch.setattr(runner, "token_floor", fail)
+    for module in (probe, runner):
+        monkeypatch.setattr(module, "batch_floor", fail)
 
 
 def test_a_second_load_repeats_no_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +59,16 @@ def test_a_second_load_repeats_no_check(folder: Path, monkeypatch: pytest.Monkey
     assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
     forbid(monkeypatch)
     assert comparable(load()) == comparable(first)
+
+
+def test_a_first_load_measures_the_smallest_batch_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    for module in (probe, runner):
+        monkeypatch.setattr(module, "batch_floor", lambda model: measured.append(model) or 4)
+    load()
+    assert len(measured) == 1
 
 
 def test_other_settings_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
