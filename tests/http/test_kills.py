@@ -10,12 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.breadth import ALL
 from tests.http.kills import KINDS, deltas, is_new, joined, kill_in_parts, text_of
 from tests.http.live import Live
 from tests.process.helpers import source, wait_for
 
-KILLS = 10 if ALL else 4
+KILLS = 10
 """Kills for each kind of part: as many after its first piece as after its second."""
 SCHEMA = {
     "type": "object",

@@ -56,6 +56,7 @@ from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import LayerGeometry
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.store import KVStore
+from kvd.worker.device import on_cpu
 from kvd.worker.native.step import Library
 from kvd.worker.serving import kernel_check, kernel_plan, selfcheck
 from kvd.worker.serving.check_cases import (
@@ -66,7 +67,7 @@ from kvd.worker.serving.check_cases import (
     plain_cases,
     unquantized,
 )
-from kvd.worker.serving.rounding import MinBatch, batch_floor
+from kvd.worker.serving.rounding import batch_floor
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.selfcheck import SelfCheckFailed
 from protocol.errors import UnsupportedModel
@@ -202,9 +203,8 @@ def serve(
     reasons: dict[Kind, str] = {}
     alone = ""
     checks = checks or Checks()
-    # It takes products with each weight, and one attempt has several runners.
-    measure = partial(checks.result, "batch floor", partial(batch_floor, model), int)
-    min_batch: MinBatch = cache(measure)
+    # Measured here, because each attempt has several runners.
+    min_batch = checks.result("batch floor", partial(batch_floor, model), int) if on_cpu() else 1
     for way in _ways(layout):
         try:
             kept = checks.under(str(way))
@@ -264,7 +264,7 @@ class _Attempt:
     reasons: Mapping[Kind, str]
     """Why kinds are not on pages, as far as other ways have shown."""
     kept: Checks
-    min_batch: MinBatch
+    min_batch: int
 
     def runner(self, settings: CacheSettings) -> Runner:
         way = self.way

@@ -17,8 +17,6 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-MinBatch = Callable[[], int]
-"""Returns `batch_floor` of a model, which takes long to measure."""
 USUAL_FLOOR = 16
 """Rows for products that are not measured: those of layers other than linear and embeddings."""
 MOST_ELEMENTS = 4 * 1024 * 1024

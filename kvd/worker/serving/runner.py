@@ -21,7 +21,7 @@ from kvd.worker.cache.step_down import ModelStepDown, PoolTrimming
 from kvd.worker.device import on_cpu
 from kvd.worker.serving import fast_paths
 from kvd.worker.serving.compiled import CompiledDecode, obstacle
-from kvd.worker.serving.rounding import MOST_TOKENS, MinBatch, agree, batch_floor, token_floor
+from kvd.worker.serving.rounding import MOST_TOKENS, agree, batch_floor, token_floor
 from kvd.worker.serving.split_head import SplitHead
 from kvd.worker.serving.step_inputs import StepInputs
 from protocol import memory_bounds
@@ -48,7 +48,6 @@ _used = attrgetter("used")
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 """What a model's Python code raises for arguments that it does not support."""
 
-AnyCache = ModelCache | MlxLmCache
 Row = Any
 """A sequence of the runner's cache: `SequenceRow` or `OwnRow`."""
 
@@ -59,7 +58,8 @@ class Runner:
     draws_late = True
     """Whether a decode step may draw fewer rows than it was launched with."""
 
-    def __init__(self, model: Any, cache: AnyCache, min_batch: MinBatch | None = None) -> None:
+    def __init__(self, model: Any, cache: ModelCache | MlxLmCache, min_batch: int = 0) -> None:
+        """``min_batch``: `batch_floor` of the model; 0: it is measured."""
         self.model = model
         self.cache: Any = cache
         self.paths: dict[FastPathName, FastPath] = {}
@@ -70,8 +70,8 @@ class Runner:
         )
         self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
         # With `Access.RECTANGLES`, rounding depends on the other rows even with padding.
-        min_batch = min_batch or partial(batch_floor, model)
-        self._min_batch = min_batch() if on_cpu() and paged and cache.batched else 1
+        padded = on_cpu() and paged and cache.batched
+        self._min_batch = (min_batch or batch_floor(model)) if padded else 1
         """Smaller batches are padded to this many rows, so that all round alike."""
         self._head: SplitHead | None = None
         """Computes logits in parts; None: the logits of a chunk are computed at once."""
